@@ -63,27 +63,22 @@ def test_aliases_of_aliases_are_refused_at_once(text: str, tmp_path: Path, says:
         (b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 0, 1, 1, b"k", 9, 8, 2**60), "items of 'k'"),
         (b"GGUF" + struct.pack("<IQQQ1sII", 3, 0, 1, 1, b"k", 9, 9), "cut off"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF version 50331648"),
-        (b"GGUF", "cut off"),
         (b'{"model_type": "llama", "num_hidden_layers": 1000000000}', "at most 1024"),
-        (
-            b'{"model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": 5000}',
-            "at most 1024",
-        ),
+        (b'{"model_type": "mixtral", "hidden_size": 8, "num_hidden_layers": 5000}', "at most 1024"),
         (b'{"model_type": "a\\u202eb\\n"}', "is not known"),
         (b'{"model_type": "llama", "hidden_size": 1e999}', "hidden_size|JSON"),
     ],
 )
 def test_models_without_weights_that_are_none(data, message, tmp_path, says):
-    path = tmp_path / "model.json"
-    path.write_bytes(data)
+    path = written(tmp_path / "model.json", data)
     argv = ["plan", str(path), "--planner", "heft", "--objective", "decode", "--context", "9"]
     assert re.search(message, says.refused(argv))
 
 
 def test_aliases_that_help_are_taken(tmp_path: Path) -> None:
-    path = tmp_path / "two.yaml"
-    path.write_text("devices:\n- &x {name: a, like: cpu:0, speed: 2}\n- {<<: *x, name: b}\n")
-    assert [(d.name, d.speed) for d in Cluster.from_yaml(path).devices] == [("a", 2.0), ("b", 2.0)]
+    text = "devices:\n- &x {name: a, like: cpu:0, speed: 2}\n- {<<: *x, name: b}\n"
+    cluster = Cluster.from_yaml(written(tmp_path / "two.yaml", text))
+    assert [(d.name, d.speed) for d in cluster.devices] == [("a", 2.0), ("b", 2.0)]
 
 
 @settings(max_examples=60)
@@ -104,10 +99,8 @@ def test_patterns_match_what_their_star_stands_for(pattern: str, names: list[str
     ids=["lines", "digits", "parts"],
 )
 def test_long_files_take_as_long_as_they_are(text: str | bytes, tmp_path: Path) -> None:
-    path = tmp_path / "f.txt"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(FormatError):
-        load(path)
+        load(written(tmp_path / "f.txt", text))
 
 
 @settings(max_examples=40)
@@ -115,13 +108,9 @@ def test_long_files_take_as_long_as_they_are(text: str | bytes, tmp_path: Path) 
 def test_the_last_load_of_a_log_is_that_of_all_layers(layers: list[int]) -> None:
     lines = [f"load_tensors: layer {i} assigned to device {k}, \n" for k, i in enumerate(layers)]
     starts = [k for k, i in enumerate(layers) if i == 0]
-    whole = [
-        "".join(lines[a:b])
-        for a, b in pairwise([*starts, len(lines)])
-        if max(layers) in layers[a:b]
-    ]
+    whole = [lines[a:b] for a, b in pairwise([*starts, len(lines)]) if max(layers) in layers[a:b]]
     if whole:
-        assert last_load("".join(lines)) == whole[-1]
+        assert last_load("".join(lines)) == "".join(whole[-1])
 
 
 def test_a_pattern_of_many_stars_is_quick() -> None:
@@ -178,9 +167,8 @@ def case(ndevs: Any = 1, mode: Any = "train", **block: Any) -> dict[str, Any]:
     ],
 )
 def test_counts_of_a_file_are_not_believed(content, message, tmp_path, says):
-    path = tmp_path / "f.json"
     sys.set_int_max_str_digits(0)  # to write them
-    path.write_text(json.dumps(content))
+    path = written(tmp_path / "f.json", content)
     sys.set_int_max_str_digits(4300)
     more = SCHEDULED if "cases" in content else ["--out", str(tmp_path / "o.json")]
     verb = "schedule" if "cases" in content else "import"
@@ -193,8 +181,7 @@ SCHEDULED = ["--case", "a", "--micro-batches", "2"]
 @pytest.mark.parametrize("kind", ["pipedream", "doppler", "stg", "neusight"])
 def test_counts_of_an_option_are_not_believed(kind: str, tmp_path: Path, says: Any) -> None:
     ((name, data),) = fuzz.made_targets([kind])[kind].files.items()
-    path = tmp_path / name
-    path.write_bytes(data)
+    path = written(tmp_path / name, data)
     argv = ["import", str(path), "--out", str(tmp_path / "o.json"), "--devices"]
     for count in ("2000000000", "0", "-1"):
         assert f"devices = {count} must be from 1 to " in says.refused([*argv, count])

@@ -162,11 +162,8 @@ KINDS = {
 def test_rows_of_the_learning_table_are_of_problems_of_the_kind_that_they_name() -> None:
     numbers = {}
     for row in results.LEARNING:
-        names = {
-            f"{c.suite}: {c.problem}" if hasattr(c, "suite") else c.problem
-            for c in results.of_row(row, RESULTS)
-            if c.planner == row.trained
-        }
+        mine = [c for c in results.of_row(row, RESULTS) if c.planner == row.trained]
+        names = {f"{c.suite}: {c.problem}" if hasattr(c, "suite") else c.problem for c in mine}
         assert all(re.match(KINDS[row.kind], name) for name in names), row.where
         numbers[row.where] = len(names)
         counted = re.search(r"(\d+) (graphs|pipelines|flexible)", row.where)

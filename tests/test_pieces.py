@@ -23,12 +23,16 @@ from placement.pieces.decide import Moves, Options, decide, options_of
 from placement.pieces.rules import SUM, WHOLE, Rule, Window, bounds, known_rules, rules_of, sizes
 from placement.pieces.split import cut_graph
 from placement.plan import PlanMismatch, make_plan
-from placement.problem import Problem, Solution
-from placement.profile import Profile
+from placement.problem import Solution
 from placement.program import run_program
+from tests.machine import problem_of, random_placement
+from tests.modules import module_of
 
 aten = torch.ops.aten
 HALVES = (0.5, 0.5)
+# How the operators of two linear layers with a ReLU between them are cut as Megatron does.
+COLUMNS, ROWS = Rule((WHOLE, 0, 0), (), (1,)), Rule((1, 1, SUM), (), (SUM,))
+BOTH = {"linear": COLUMNS, "relu": Rule((1,), (), (1,)), "linear_1": ROWS}
 
 
 class Attention(nn.Module):
@@ -48,40 +52,31 @@ class Attention(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Viewed(nn.Module):
-    """A view and a mean of what is cut."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(x.t()).t().view(-1)  # of ``relu`` in memory as the input is: a view can be taken
-        return y.view(4, -1).pow(2).mean(-1)
-
-
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Conv2d(3, 8, 5, padding=3, stride=2)
-        self.b = nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=8)
-        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 5)
-        self.norm.running_var.uniform_(0.5, 2.0)  # type: ignore[union-attr]
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.a(x)), inplace=True)
-        x = F.max_pool2d(x + self.b(x), 3, 2, 1)
-        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)).softmax(-1)
+def convolutions(m: nn.Module, x: Tensor) -> Tensor:
+    x = F.relu(m.norm(m.a(x)), inplace=True)
+    x = F.max_pool2d(x + m.b(x), 3, 2, 1)
+    return m.head(F.adaptive_avg_pool2d(x, 1).flatten(1)).softmax(-1)
 
 
 def models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+    convs = {"a": nn.Conv2d(3, 8, 5, padding=3, stride=2), "norm": nn.BatchNorm2d(8)}
+    convs |= {"b": nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=8), "head": nn.Linear(8, 5)}
+    convs["norm"].running_var.uniform_(0.5, 2.0)
     return {
         "mlp": (mlp.eval(), (torch.randn(5, 6),)),
         "attention": (Attention().eval(), (torch.randn(1, 7, 16),)),  # 7 tokens: uneven
-        "convolutions": (Convolutions().eval(), (torch.randn(2, 3, 15, 12),)),
+        "convolutions": (module_of(convolutions, **convs).eval(), (torch.randn(2, 3, 15, 12),)),
     }
 
 
-def devices(count: int = 2) -> Cluster:
-    return Cluster("two", tuple(Device(f"cpu:{i}", cores=(i % 2,)) for i in range(count)))
+def devices() -> Cluster:
+    return Cluster("two", tuple(Device(f"cpu:{i}", cores=(i,)) for i in range(2)))
+
+
+def in_halves(module: nn.Module, inputs: tuple[Tensor, ...], **rules: Rule) -> placement.OpGraph:
+    return pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, rules))
 
 
 @pytest.mark.parametrize("size, shares, expected", [
@@ -90,9 +85,7 @@ def devices(count: int = 2) -> Cluster:
     (12, (0.25, 0.75), (0, 3, 12)),
     (3, (0.25,) * 4, (0, 1, 2, 2, 3)),  # one piece would be empty: no rule cuts there
 ])  # fmt: skip
-def test_where_pieces_begin(
-    size: int, shares: tuple[float, ...], expected: tuple[int, ...]
-) -> None:
+def test_where_pieces_begin(size, shares, expected):
     assert bounds(size, shares) == expected
     assert sum(sizes(size, shares)) == size
 
@@ -100,17 +93,16 @@ def test_where_pieces_begin(
 def test_a_small_constant_is_added_once() -> None:
     """Of a norm's variance, which may be as small: in summands each piece would add it."""
     x = torch.randn(4, 6)
-    for arguments, summands in (((x, 1e-5), False), ((x, 0.5 * x), True)):
-        is_param = [False] * (1 + summands)
-        rules = rules_of(aten.add.Tensor, (arguments, {}), is_param, None, HALVES)
+    for added, summands in ((1e-5, False), (0.5 * x, True)):
+        rules = rules_for(aten.add.Tensor, x, added)
         assert {0, 1} <= {r.outputs[0] for r in rules}
         assert any(SUM in r.inputs for r in rules) is summands
 
 
-def rules_for(target: object, *args: object, outputs: list[int] | None = None) -> list[Rule]:
-    """In halves, where no tensor is a parameter."""
-    is_param = [False for x in args if isinstance(x, Tensor)]
-    return rules_of(target, (args, {}), is_param, outputs, HALVES)
+def rules_for(target, *args, outputs=None, params=0, shares=HALVES) -> list[Rule]:
+    """In halves; the last ``params`` of the tensors are parameters."""
+    is_param = [False] * (sum(isinstance(x, Tensor) for x in args) - params) + [True] * params
+    return rules_of(target, (args, {}), is_param, outputs, shares)
 
 
 def test_no_rule_is_of_one_mask_or_of_few_numbers() -> None:
@@ -137,7 +129,7 @@ def test_what_a_mask_leaves_out_hides_nothing(hidden: float) -> None:
 def test_rules_of_a_linear_layer() -> None:
     """By outputs; by rows of the input; by what is added up, where the bias is added once."""
     x, w, b = torch.randn(4, 6), torch.randn(8, 6), torch.randn(8)
-    rules = rules_of(aten.linear.default, ((x, w, b), {}), [False, True, True], None, HALVES)
+    rules = rules_for(aten.linear.default, x, w, b, params=2)
     assert Rule((WHOLE, 0, 0), (), (1,)) in rules
     assert Rule((0, WHOLE, WHOLE), (), (0,)) in rules
     assert Rule((1, 1, SUM), (), (SUM,)) in rules
@@ -146,8 +138,7 @@ def test_rules_of_a_linear_layer() -> None:
 
 def test_sizes_among_the_arguments_shrink() -> None:
     """``view [2, 6] -> [2, 3, 2]`` in halves of its first dimension has a 1 where it had a 2."""
-    rules = rules_of(aten.view.default, ((torch.randn(2, 6), [2, 3, 2]), {}), [False], None, HALVES)
-    assert Rule((0,), (1,), (0,)) in rules
+    assert Rule((0,), (1,), (0,)) in rules_for(aten.view.default, torch.randn(2, 6), [2, 3, 2])
 
 
 def test_rows_of_a_convolution() -> None:
@@ -158,13 +149,9 @@ def test_rows_of_a_convolution() -> None:
     window = Window(2, 3, 2, 1)
     assert window.rows(11, HALVES) == [(-1, 6), (5, 12)]
     x, w, b = torch.randn(1, 3, 11, 9), torch.randn(4, 3, 3, 3), torch.randn(4)
-    rules = rules_of(
-        aten.conv2d.default, ((x, w, b, [2, 2], [1, 1]), {}), [False, True, True], None, HALVES
-    )
+    rules = rules_for(aten.conv2d.default, x, w, b, [2, 2], [1, 1], params=2)
     assert Rule((window, WHOLE, WHOLE), (), (2,), zeros=(5,)) in rules  # the fifth leaf: 1 row
-    rules = rules_of(
-        aten.max_pool2d.default, ((x, [3, 3], [2, 2], [1, 1]), {}), [False], None, HALVES
-    )
+    rules = rules_for(aten.max_pool2d.default, x, [3, 3], [2, 2], [1, 1])
     assert Rule((window._replace(least=True),), (), (2,), zeros=(5,)) in rules
 
 
@@ -193,8 +180,7 @@ def test_neighbours_hand_over_rows_only() -> None:
 def test_every_piece_has_rows() -> None:
     """Two rows of a result have no quarters, whatever lies between the rows that they read."""
     x, w = torch.randn(1, 2, 3, 6), torch.randn(3, 2, 1, 1)
-    args = x, w, None, [2, 2]
-    rules = rules_of(aten.conv2d.default, (args, {}), [False, True], None, (0.25,) * 4)
+    rules = rules_for(aten.conv2d.default, x, w, None, [2, 2], params=1, shares=(0.25,) * 4)
     assert not any(isinstance(r.inputs[0], Window) for r in rules)
 
 
@@ -204,9 +190,8 @@ def test_every_piece_has_rows() -> None:
     ((aten.rand_like.default, torch.randn(4)), "random numbers"),
 ])  # fmt: skip
 def test_what_cannot_be_cut(call: tuple[object, ...], why: str) -> None:
-    target, *args = call
-    rules = rules_of(target, (tuple(args), {}), [False], None, HALVES)
-    assert not [r for r in rules if SUM in r.inputs or target is not aten.relu.default], why
+    rules = rules_for(*call)
+    assert not [r for r in rules if SUM in r.inputs or call[0] is not aten.relu.default], why
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -236,22 +221,9 @@ def test_a_pair_of_linear_layers_is_cut_as_megatron_does() -> None:
     options = [Options(1.0, o.rules, (0.5,) * len(o.rules)) for o in options_of(graph, HALVES)]
     free = Moves(hop_s=0.1, bytes_per_s=np.inf, copied_per_s=np.inf)
     chosen = decide(graph, HALVES, options, free).rules
-    assert chosen.keys() == {"linear", "relu", "linear_1"}
-    cut = cut_graph(graph, pieces.Pieces(HALVES, {
-        "linear": Rule((WHOLE, 0, 0), (), (1,)),
-        "relu": Rule((1,), (), (1,)),
-        "linear_1": Rule((1, 1, SUM), (), (SUM,)),
-    }))  # fmt: skip
-    names = [
-        "linear#0",
-        "linear#1",
-        "relu#0",
-        "relu#1",
-        "linear_1#0",
-        "linear_1#1",
-        "linear_1.3.add0",
-    ]
-    assert list(cut.op_name) == names
+    assert chosen.keys() == BOTH.keys()
+    cut = cut_graph(graph, pieces.Pieces(HALVES, BOTH))
+    assert list(cut.op_name) == [*(f"{x}#{i}" for x in BOTH for i in (0, 1)), "linear_1.3.add0"]
     assert cut.num_groups == 7
 
 
@@ -267,8 +239,7 @@ def test_pieces_compute_what_the_module_does(name: str, shares: tuple[float, ...
         cut = cut_graph(graph, chosen)
         (result,) = run_program(cut.program, cut.program.timing_inputs())
         torch.testing.assert_close(result, expected)
-        where = np.random.default_rng(seed).integers(0, 2, cut.num_groups)[cut.group]
-        with placement.Runner(cut, devices(), where.astype(np.int32)) as runner:
+        with placement.Runner(cut, devices(), random_placement(cut, seed, 2)) as runner:
             torch.testing.assert_close(runner(*inputs), expected)
 
 
@@ -277,11 +248,10 @@ def test_a_view_and_a_mean_of_what_is_cut() -> None:
 
     The mean of 6 numbers, in two pieces, is that of sums of 3 over 6, added up.
     """
-    module, x = Viewed(), torch.randn(6, 4)
-    cut = pieces.split(placement.capture(module, (x,)), pieces.Pieces(HALVES, {
-        "relu": Rule((0,), (), (0,)),
-        "mean": Rule((1,), (), (SUM,)),
-    }))  # fmt: skip
+    x = torch.randn(6, 4)
+    # ``relu`` is in memory as the input is: a view can be taken.
+    module = module_of(lambda self, x: F.relu(x.t()).t().view(-1).view(4, -1).pow(2).mean(-1))
+    cut = in_halves(module, (x,), relu=Rule((0,), (), (0,)), mean=Rule((1,), (), (SUM,)))
     kinds = dict(zip(cut.op_name, cut.op_kind, strict=True))
     assert kinds["view"] == "aten.reshape.default" and kinds["view_1"] == "aten.view.default"
     assert kinds["mean#1"] == "aten.sum.dim_IntList" and kinds["mean.mean#1"] == "aten.div.Scalar"
@@ -289,7 +259,7 @@ def test_a_view_and_a_mean_of_what_is_cut() -> None:
     torch.testing.assert_close(result, module(x))
     y = torch.randn(4, 8)
     for shares in (HALVES, (0.25, 0.75)):  # or along the rows, whose parts have unlike sizes then
-        found = rules_of(aten.mean.dim, ((y, [-1]), {}), [False], None, shares)
+        found = rules_for(aten.mean.dim, y, [-1], shares=shares)
         assert Rule((1,), (), (SUM,)) in found and Rule((0,), (), (0,)) in found
     assert {r.inputs for r in rules_for(aten.mean.default, y)} == {(0,), (1,), (SUM,)}
 
@@ -304,13 +274,8 @@ def test_rules_are_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = (tmp_path / "rules").iterdir()
     monkeypatch.setattr("placement.pieces.rules.rules_of", lambda *_: [])
     assert known_rules(*window) == found
-    masked = (
-        aten.masked_fill.Scalar,
-        ((torch.zeros(3, 2), mask, 1.0), {}),
-        [False] * 2,
-        None,
-        HALVES,
-    )
+    fill = (torch.zeros(3, 2), mask, 1.0), {}
+    masked = aten.masked_fill.Scalar, fill, [False] * 2, None, HALVES
     known_rules(*masked)
     mask[1] = True
     known_rules(*masked)
@@ -319,65 +284,38 @@ def test_rules_are_kept(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_rules(*window) == []  # by the function that finds none
 
 
-def test_pieces_of_parameters_are_views() -> None:
+def test_pieces_of_parameters_are_views_so_that_one_that_is_written_to_is_seen() -> None:
     module, inputs = models()["mlp"]
-    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
-        "linear": Rule((WHOLE, 0, 0), (), (1,)),
-    }))  # fmt: skip
+    cut = in_halves(module, inputs, linear=COLUMNS)
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     assert {p.untyped_storage().data_ptr() for p in cut.program.params} == own
     assert cut.param_bytes.sum() == sum(p.nbytes for p in module.parameters())
-
-
-def test_a_written_parameter_is_seen() -> None:
-    module, inputs = models()["mlp"]
-    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
-        "linear": Rule((WHOLE, 0, 0), (), (1,)),
-    }))  # fmt: skip
     with torch.no_grad():
-        module[0].weight.mul_(2.0)  # type: ignore[union-attr, operator]
+        module[0].weight.mul_(2.0)
     with placement.Runner(cut, devices(), cut.piece) as runner:
         torch.testing.assert_close(runner(*inputs), module(*inputs))
 
 
 def test_round_robin_deals_pieces_out() -> None:
     module, inputs = models()["mlp"]
-    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
-        "linear": Rule((WHOLE, 0, 0), (), (1,)),
-        "relu": Rule((1,), (), (1,)),
-    }))  # fmt: skip
-    problem = problem_of(cut)
-    answer = planners.load("round_robin")(problem)
+    cut = in_halves(module, inputs, linear=COLUMNS, relu=BOTH["relu"])
+    answer = planners.load("round_robin")(problem_of(cut, devices(), objective="latency"))
     on = dict(zip(cut.op_name, answer.placement.tolist(), strict=True))
-    assert on == {
-        "linear#0": 0,
-        "linear#1": 1,
-        "relu#0": 0,
-        "relu#1": 1,
-        "relu.2.cat": 0,
-        "linear_1": 0,
-    }
-
-
-def problem_of(graph: placement.OpGraph) -> Problem:
-    cluster = devices()
-    seconds = np.ones((graph.num_ops, 2))
-    profile = Profile(
-        cluster.device_names, seconds, 0 * seconds, graph_fingerprint=graph.fingerprint
-    )
-    return Problem(graph, cluster, profile, objective="latency")  # type: ignore[arg-type]
+    alike = {"linear#0": 0, "linear#1": 1, "relu#0": 0, "relu#1": 1}
+    assert on == alike | {"relu.2.cat": 0, "linear_1": 0}
 
 
 def test_calibration_runs_pieces_on_devices_of_their_own() -> None:
     module, inputs = models()["attention"]
     graph = placement.capture(module, inputs)
     cut = pieces.split(graph, in_random_pieces(graph, options_of(graph, HALVES), HALVES, 1))
-    where = planners.load("round_robin")(problem_of(cut)).placement
-    assert any(np.array_equal(p, where) for p in _for_calibration(problem_of(cut)))
+    problem = problem_of(cut, devices(), objective="latency")
+    where = planners.load("round_robin")(problem).placement
+    assert any(np.array_equal(p, where) for p in _for_calibration(problem))
 
 
 def plan_of(graph: placement.OpGraph) -> placement.Plan:
-    problem = problem_of(graph)
+    problem = problem_of(graph, devices(), objective="latency")
     answer = Solution(np.asarray(graph.piece, np.int32), 1.0)
     return make_plan(problem, answer, planner="by hand")
 
@@ -387,9 +325,8 @@ def test_a_plan_with_pieces_binds_to_an_unchanged_module(name: str, tmp_path) ->
     module, inputs = models()[name]
     graph = placement.capture(module, inputs)
     cut = pieces.split(graph, in_random_pieces(graph, options_of(graph, HALVES), HALVES, 1))
-    path = tmp_path / "plan.json"
-    plan_of(cut).save(path)
-    plan = placement.load_plan(path)
+    plan_of(cut).save(tmp_path / "plan.json")
+    plan = placement.load_plan(tmp_path / "plan.json")
     assert plan.schema_version == 3 and not plan.inconsistencies()
     with plan.bind(module, inputs) as runner:
         assert runner.graph.fingerprint == cut.fingerprint
@@ -404,9 +341,7 @@ def edited(plan: placement.Plan, op: str, **changes: object) -> placement.Plan:
 
 def test_plans_whose_pieces_do_not_fit_are_refused() -> None:
     module, inputs = models()["mlp"]
-    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
-        "linear": Rule((WHOLE, 0, 0), (), (1,)),
-    }))  # fmt: skip
+    cut = in_halves(module, inputs, linear=COLUMNS)
     plan = plan_of(cut)
     assert plan.pieces is not None and plan.pieces.operators["linear"].bounds == (0, 5, 10)
     with pytest.raises(PlanMismatch, match=r"10 elements .* \[0, 5, 10\], not at \[0, 4, 10\]"):
@@ -424,9 +359,7 @@ def test_plans_whose_pieces_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize("program", ["torch_pipelining", "huggingface", "onnxruntime"])
 def test_programs_that_place_modules_say_so(program: str) -> None:
     module, inputs = models()["mlp"]
-    cut = pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, {
-        "linear": Rule((WHOLE, 0, 0), (), (1,)),
-    }))  # fmt: skip
+    cut = in_halves(module, inputs, linear=COLUMNS)
     with pytest.raises(exporters.ExportError, match="1 operators in pieces, the first is 'linear'"):
         exporters.load(program)(plan_of(cut))
 
@@ -444,15 +377,13 @@ def test_ways_out_of_range(ways: object, message: str) -> None:
     module, inputs = models()["mlp"]
     graph = placement.capture(module, inputs)
     with pytest.raises(pieces.PiecesError, match=message):
-        pieces.split(graph, ways)  # type: ignore[arg-type]
+        pieces.split(graph, ways)
 
 
 def test_training_steps_are_refused() -> None:
     module, inputs = models()["mlp"]
-    graph = placement.capture(
-        module, (inputs, torch.randn(5, 4)), mode="training", loss=F.mse_loss,
-        optimizer=torch.optim.SGD(module.parameters()),
-    )  # fmt: skip
+    example = inputs, torch.randn(5, 4)
+    graph = placement.capture(module, example, mode="training", loss=F.mse_loss)
     with pytest.raises(pieces.PiecesError, match="training step"):
         pieces.split(graph, 2)
 
@@ -465,55 +396,38 @@ def test_wrong_pieces_are_seen() -> None:
         pieces.split(graph, pieces.Pieces(HALVES, {"softmax": Rule((1,), (), (1,))}))
 
 
-LINEAR, ROWS = Rule((WHOLE, 0, 0), (), (1,)), Rule((1, 1, SUM), (), (SUM,))
-
-
-def in_columns_then_rows(module: nn.Module, inputs: tuple[Tensor, ...]) -> placement.Plan:
-    cuts = {"linear": LINEAR, "relu": Rule((1,), (), (1,)), "linear_1": ROWS}
-    return plan_of(pieces.split(placement.capture(module, inputs), pieces.Pieces(HALVES, cuts)))
-
-
 def test_styles_of_dtensor() -> None:
     module, inputs = models()["mlp"]
-    script = str(exporters.load("dtensor")(in_columns_then_rows(module, inputs)).files[""])
-    assert (
-        "    '0': ColwiseParallel(use_local_output=False),\n"
-        "    '2': RowwiseParallel(use_local_output=False),\n}" in script
-    )
-    tokens = pieces.Pieces(HALVES, {"linear": Rule((0, WHOLE, WHOLE), (), (0,))})
-    plan = plan_of(pieces.split(placement.capture(module, inputs), tokens))
+    script = str(exporters.load("dtensor")(plan_of(in_halves(module, inputs, **BOTH))).files[""])
+    columns = "    '0': ColwiseParallel(use_local_output=False),\n"
+    assert f"{columns}    '2': RowwiseParallel(use_local_output=False),\n}}" in script
+    plan = plan_of(in_halves(module, inputs, linear=Rule((0, WHOLE, WHOLE), (), (0,))))
     script = str(exporters.load("dtensor")(plan).files[""])
     assert "    '0': SequenceParallel(sequence_dim=0),\n}" in script
 
 
-class Twice(nn.Module):
+def twice() -> nn.Module:
     """A layer that runs twice, and one whose weight another reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.b(self.a(self.a(x))), self.b.weight)
+    return module_of(
+        lambda self, x: F.linear(self.b(self.a(self.a(x))), self.b.weight),
+        a=nn.Linear(6, 6), b=nn.Linear(6, 6),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("module, cuts, shares, message", [
-    (Twice(), {"linear": LINEAR}, HALVES,
+    (twice(), {"linear": COLUMNS}, HALVES,
      "operator 'linear_1' reads 'a.weight' whole, which 'linear' has in pieces"),
-    (Twice(), {"linear_2": LINEAR}, HALVES, "'linear_3' reads 'b.weight' whole"),
-    (Twice(), {"linear": LINEAR, "linear_1": ROWS}, HALVES, "'a' is cut in two ways"),
-    (nn.Sequential(nn.Linear(6, 5)), {"linear": LINEAR}, HALVES,
+    (twice(), {"linear_2": COLUMNS}, HALVES, "'linear_3' reads 'b.weight' whole"),
+    (twice(), {"linear": COLUMNS, "linear_1": ROWS}, HALVES, "'a' is cut in two ways"),
+    (nn.Sequential(nn.Linear(6, 5)), {"linear": COLUMNS}, HALVES,
      r"'linear' is cut at \[0, 2, 5\], DTensor would cut it at \[0, 3, 5\]"),
-    (nn.Sequential(nn.Linear(6, 8)), {"linear": LINEAR}, (0.25, 0.75), "have the shares"),
+    (nn.Sequential(nn.Linear(6, 8)), {"linear": COLUMNS}, (0.25, 0.75), "have the shares"),
     (nn.Sequential(nn.Conv1d(3, 4, 1)),
-     {"conv1d": Rule((WHOLE, 0, 0), (), (1,))}, HALVES, "operator 'conv1d' has its parameters"),
-    (nn.Linear(6, 6), {"linear": LINEAR}, HALVES, "which modules|module of its own"),
+     {"conv1d": COLUMNS}, HALVES, "operator 'conv1d' has its parameters"),
+    (nn.Linear(6, 6), {"linear": COLUMNS}, HALVES, "which modules|module of its own"),
 ])  # fmt: skip
-def test_what_dtensor_cannot_say(
-    module: nn.Module, cuts: dict[str, Rule], shares: tuple[float, ...], message: str
-) -> None:
-    shape = (5, 3, 6) if isinstance(module[0] if isinstance(module, nn.Sequential) else None,
-                                    nn.Conv1d) else (5, 6)  # fmt: skip
+def test_what_dtensor_cannot_say(module, cuts, shares, message):
+    shape = (5, 3, 6) if "conv1d" in cuts else (5, 6)
     graph = placement.capture(module.eval(), (torch.randn(*shape),))
     cut = pieces.split(graph, pieces.Pieces(shares, cuts))
     with pytest.raises(exporters.ExportError, match=message):
@@ -522,7 +436,7 @@ def test_what_dtensor_cannot_say(
 
 def test_dtensor_has_pieces_of_one_number_on_one_device() -> None:
     module, inputs = models()["mlp"]
-    plan = in_columns_then_rows(module, inputs)
+    plan = plan_of(in_halves(module, inputs, **BOTH))
     moved = exporters.moved(plan, dict(plan.assignment) | {"relu#1": "cpu:0"})
     with pytest.raises(exporters.ExportError, match="no operators in pieces"):
         exporters.load("dtensor")(plan.model_copy(update={"pieces": None}))

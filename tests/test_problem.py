@@ -57,11 +57,8 @@ def test_links_as_tables() -> None:
     assert problem.mean_transfer_s.tolist() == [3]
     alone = make(CHAIN, [[1, 1], [1, 1]]).link_channel
     assert len(set(alone.ravel())) == 4  # each ordered pair for itself
-
-
-def test_a_link_to_itself_is_nothing() -> None:
-    problem = make(CHAIN, [[1, 1], [1, 1]], (Link("d0", "d0", 9.0),))
-    assert problem.link_latency_s.tolist() == [[0, 0], [0, 0]]
+    itself = make(CHAIN, [[1, 1], [1, 1]], (Link("d0", "d0", 9.0),))  # is nothing
+    assert itself.link_latency_s.tolist() == [[0, 0], [0, 0]]
 
 
 def test_ranks_are_longest_paths() -> None:
@@ -73,11 +70,8 @@ def test_ranks_are_longest_paths() -> None:
     assert problem.downward_rank_s.tolist() == [0, 1 + 3, 1 + 3, 1 + 3 + 4 + 3]
     assert problem.mean_compute_s.tolist() == [1, 2, 4, 1]
     assert problem.priority.tolist() == [0, 2, 1, 3]
-
-
-def test_equal_ranks_go_by_number() -> None:
-    graph = OpGraph.build("free", list("ABC"), [], [], [])
-    assert make(graph, [[2, 2], [1, 3], [2, 2]]).priority.tolist() == [0, 1, 2]
+    equal = small_problem([[2, 2], [1, 3], [2, 2]])  # by number
+    assert equal.priority.tolist() == [0, 1, 2]
 
 
 def test_groups_are_supported_where_all_their_operators_are() -> None:
@@ -102,12 +96,9 @@ def test_what_is_pinned_can_run_there_only() -> None:
         return problem.pinned(pins).supported.tolist()
 
     # A module is not one whose name begins alike; C goes along with B, its group.
-    assert problem.pinned({"encoder.layer.1": first}).supported.tolist() == [
-        [True, False], [True, True], [True, True],
-    ]  # fmt: skip
-    assert problem.pinned({"enc*.layer.10": second}).supported.tolist() == [
-        [True, True], [False, True], [False, True],
-    ]  # fmt: skip
+    free, on = [True, True], [[True, False], [False, True]]
+    assert where(**{"encoder.layer.1": first}) == [on[0], free, free]
+    assert where(**{"enc*.layer.10": second}) == [free, on[1], on[1]]
     assert where(A=second, encoder=second) == [[False, True]] * 3
     assert where(encoder=first, A=first) == where(**{"[AB]": first})
     for pins, message in (
@@ -165,10 +156,8 @@ def test_loaded_seconds_are_never_below_those_alone() -> None:
 
 
 def test_parameters_count_once_per_device() -> None:
-    graph = OpGraph.build(
-        "tied", list("ABC"), [], [], [], param_bytes=[10, 1], param_uses=[(0, 0), (2, 0), (1, 1)]
-    )
-    problem = make(graph, [[1, 1]] * 3)
+    tied = {"param_bytes": [10, 1], "param_uses": [(0, 0), (2, 0), (1, 1)]}
+    problem = make(graph_of(3, [], **tied), [[1, 1]] * 3)
     assert problem.param_bytes_on(np.array([0, 0, 0])).tolist() == [11, 0]
     assert problem.param_bytes_on(np.array([0, 1, 0])).tolist() == [10, 1]
     assert problem.param_bytes_on(np.array([0, 1, 1])).tolist() == [10, 11]
@@ -180,10 +169,8 @@ def test_memory_is_ignored_only_where_it_cannot_bind() -> None:
     assert not problem.memory_may_bind  # 40 + 3 * 20 of 100
     assert replace(problem, max_in_flight=4).memory_may_bind
     assert not replace(problem, max_in_flight=4, num_microbatches=3).memory_may_bind
-    workspace = replace(problem.profile, workspace_bytes=np.array([1]))
-    assert replace(problem, profile=workspace).memory_may_bind
-    library = replace(problem.profile, library_bytes=np.array([[0, 1]]))
-    assert replace(problem, profile=library).memory_may_bind
+    assert altered(problem, workspace_bytes=np.array([1])).memory_may_bind
+    assert altered(problem, library_bytes=np.array([[0, 1]])).memory_may_bind
 
 
 @given(problems(), st.integers(0, 100))
@@ -201,10 +188,7 @@ def test_no_run_needs_more_than_everything_at_once(problem: Problem, seed: int) 
         ({"num_microbatches": 0}, r"num_microbatches = 0 and max_in_flight = 4 must be at least"),
         ({"max_in_flight": 0}, r"max_in_flight = 0 must be at least 1"),
         ({"objective": 3}, r"objective 3 is unknown"),
-        (
-            {"num_microbatches": "many"},
-            r"num_microbatches must be a whole number, not 'many' \(of type str",
-        ),
+        ({"num_microbatches": "many"}, r"num_microbatches must be .*, not 'many' \(of type str"),
         ({"max_phases": 1.5}, r"max_phases must be a whole number, not 1.5 \(of type float\)"),
         ({"second_j": None}, r"second_j must be a number, not None"),
         ({"contention": "no"}, r"contention must be True or False, not 'no'"),
@@ -219,20 +203,14 @@ def test_parts_may_be_lists_and_are_told_what_they_are_not() -> None:
     cluster = Cluster("c", [Device("a")], [])
     problem = Problem(CHAIN, cluster, Profile(["a"], [[1.0], [2.0]], [[0.0], [0.0]]))
     assert simulate(problem, [0, 0], num_microbatches=1).latency_s == 3.0
-    for count, message in (
-        (0, "= 0 and max_in_flight = 4 must be"),
-        ("x", "a whole number, not 'x'"),
-    ):
+    for count, message in ((0, "= 0 and max_in_flight = 4"), ("x", "a whole number, not 'x'")):
         with pytest.raises(ProblemError, match=message):
             simulate(problem, [0, 0], num_microbatches=count)
     for wrong in (["a", "a"], {"A": "a"}, None, Solution([0, 0], 3.0)):
         with pytest.raises(ProblemError, match=r"numbers of devices.*of a solution: \.placement"):
             simulate(problem, wrong)
     for make_one, message in (
-        (
-            lambda: Cluster("c", ("a",)),
-            "devices holds 'a' \\(of type str\\), not a placement.Device",
-        ),
+        (lambda: Cluster("c", ("a",)), r"devices holds 'a' \(of type str\), not a placement.Dev"),
         (lambda: Device("a", memory_bytes="16GB"), "memory_bytes = '16GB', must be from 1"),
         (lambda: Link("a", "b", "fast"), "latency_s = fast.* must be >= 0"),
     ):
@@ -285,11 +263,8 @@ def spread(s: np.ndarray) -> float:
         load[j, i * d + j] = cost[i, j]
         whole[i, i * d + j] = 1
     load[:, -1] = -1
-    limits = [(0, 1 if ok else 0) for ok in finite.ravel()]
-    answer = linprog(
-        np.eye(g * d + 1)[-1], load, np.zeros(d), whole, np.ones(g), [*limits, (0, None)]
-    )
-    return float(answer.fun)
+    limits = [*((0, 1 if ok else 0) for ok in finite.ravel()), (0, None)]
+    return float(linprog(np.eye(g * d + 1)[-1], load, np.zeros(d), whole, np.ones(g), limits).fun)
 
 
 @given(st.integers(0, 2**32 - 1))
@@ -302,10 +277,8 @@ def test_balance_bound_is_the_fractional_optimum_and_below_every_assignment(seed
     s[:, 1:][rng.random((g, d - 1)) < 0.2] = np.inf
     bound = balance_bound(s)
     assert bound == pytest.approx(spread(s), rel=1e-6, abs=1e-9)
-    best = min(
-        np.bincount(p, weights=s[range(g), p], minlength=d).max()
-        for p in itertools.product(range(d), repeat=int(g))
-    )
+    every = itertools.product(range(d), repeat=int(g))
+    best = min(np.bincount(p, weights=s[range(g), p], minlength=d).max() for p in every)
     assert bound <= best * (1 + 1e-12)
 
 
@@ -313,11 +286,11 @@ def test_bounds_by_hand() -> None:
     # A ─▶ B; A takes 3 or 1, B 2 or 4: path 1 + 2; B and C share a device: 2 + 5 or 4 + 5
     graph = OpGraph.build("b", list("ABC"), [0], [0], [(0, 1)], group=[0, 1, 1])
     bounds = lower_bounds(make(graph, [[3, 1], [2, 4], [5, 5]]))
-    assert bounds["latency"] == 7  # the group of B and C
-    assert bounds["period"] == 7  # the group of B and C
+    assert bounds["latency"] == bounds["period"] == 7  # the group of B and C
     bounds = lower_bounds(make(CHAIN, [[3, 1], [2, 4]]))
-    assert bounds["latency"] == 3
-    assert bounds["period"] == 2
+    assert (bounds["latency"], bounds["period"]) == (3, 2)
+    # 7 s beside 1 s: 4 s each on average, but no device has less than the heaviest group.
+    assert lower_bounds(small_problem([[7.0, 7.0], [1.0, 1.0]]))["max_load"] == pytest.approx(7.0)
 
 
 @pytest.mark.parametrize("seed", range(76))
@@ -421,11 +394,6 @@ def test_a_micro_batch_ends_before_too_many_others_begin() -> None:
         assert lower_bounds(alone)["period"] == pytest.approx(6.0)
 
 
-def test_the_heaviest_group_is_a_load() -> None:
-    # 7 s beside 1 s: 4 s each on average, but no device has less than 7.
-    assert lower_bounds(small_problem([[7.0, 7.0], [1.0, 1.0]]))["max_load"] == pytest.approx(7.0)
-
-
 def test_a_call_pays_for_its_input_and_runs_branches_one_after_another() -> None:
     # Input ─▶ A ─▶ B, C, D ─▶ E. On the GPU 4 + 5 s; there A to E is a path of 3 s, and whatever of
     # B, C and D is elsewhere takes 4 s to come back; on the CPU all is 50 s.
@@ -446,16 +414,14 @@ def test_what_crosses_between_two_devices_waits_for_its_channel() -> None:
     long as its tensor is sent (which is so of 11 of 12 items); with one in flight it is a call.
     """
     cluster = Cluster("c", (Device("cpu"), Device("gpu", "cuda")))
-    graph = OpGraph.build("three", list("ABC"), [-1] * 3, [0] * 3, [(0, 0), (1, 1), (2, 2)])
-    links = (Link("cpu", "gpu", 4.0),)
-    problem = problem_on(graph, [[9.0, 1.0]] * 3, cluster=cluster, links=links)
+    graph = graph_of(3, [(0, 0), (1, 1), (2, 2)], tensor_src=[-1] * 3)
+    here = {"cluster": cluster, "links": (Link("cpu", "gpu", 4.0),)}
+    problem = problem_on(graph, [[9.0, 1.0]] * 3, **here)
     assert evaluate(problem, [0, 1, 1]).latency_s[0] == 9.0
     assert lower_bounds(problem)["latency"] == pytest.approx(9)
     call = Call(problem)
     assert tighten(call.program, call.tighten, np.inf) * call.unit_s == pytest.approx(108 / 13)
-    apart = problem_on(
-        CHAIN, [[1, np.inf], [np.inf, 1]], cluster=cluster, links=links, max_in_flight=2
-    )
+    apart = problem_on(CHAIN, [[1, np.inf], [np.inf, 1]], **here, max_in_flight=2)
     assert evaluate(apart, [0, 1]).period_s[0] == 4.0
     assert lower_bounds(apart)["period"] == pytest.approx(4.0 * 11 / 12)
     alone = replace(apart, max_in_flight=1)
@@ -496,12 +462,11 @@ def test_a_stream_of_items_is_as_slow_as_busy_devices_make_each_other() -> None:
     If they could be cut, and one device did x of the other's work, an item would take 1 + 2 x
     seconds or more, and 2 / (1 + x) or more: as much as where these meet, at x = 0.28.
     """
-    graph = OpGraph.build("two", list("AB"), [0], [0], [(0, 1)])
     slow = {"loaded_s": np.full((2, 2), 3.0)}
-    problem = problem_on(graph, [[1, 1]] * 2, profile=slow)
+    problem = small_problem([[1, 1]] * 2, chain(2), profile=slow)
     assert evaluate(problem, [[0, 1], [0, 0]]).period_s.tolist() == [3.0, 2.0]
     assert lower_bounds(problem)["period"] == pytest.approx(1.5616, rel=1e-3)
-    alone = problem_on(graph, [[1, 9]] * 2, profile=slow | {"batch_s": 1.0})
+    alone = small_problem([[1, 9]] * 2, chain(2), profile=slow | {"batch_s": 1.0})
     assert evaluate(alone, [[0, 0]]).period_s[0] == pytest.approx(3.0)
     assert lower_bounds(alone)["period"] == pytest.approx(3.0, rel=0.1)
 
