@@ -54,13 +54,6 @@ def on_devices(graph, objective, devices, memory, **settings) -> Problem:
     return problem_on(graph, seconds, **facts, **settings)
 
 
-PROBLEMS = {
-    "2,000 blocks": lambda: layers(2000, 0.6),
-    "4,000 experts": lambda: experts(4000),
-    "300 tables": lambda: tables(300),
-}
-
-
 def answers() -> dict[str, dict[str, str]]:
     """What each planner says of each problem: nothing, or why it refuses.
 
@@ -69,7 +62,9 @@ def answers() -> dict[str, dict[str, str]]:
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     most = pages * resource.getpagesize() + LIMIT
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    return {which: of_each(make()) for which, make in PROBLEMS.items()}
+    problems = {"2,000 blocks": layers(2000, 0.6), "4,000 experts": experts(4000)}
+    problems |= {"300 tables": tables(300)}
+    return {which: of_each(problem) for which, problem in problems.items()}
 
 
 def of_each(problem: Problem) -> dict[str, str]:

@@ -83,17 +83,14 @@ def _shifts(work: Work, o: tuple[int, ...], period: int) -> bool:
     """Whether some periods' shift of each block keeps predecessors and memory."""
     n = work.num_blocks
     most = 1 if work.limit is None else 2  # longer waits hold memory for nothing
-    least = [0] * n
 
     def place(b: int, start: list[int]) -> bool:
         if b == n:
             num = 12
             starts = np.array([[s + period * j for s in start] for j in range(num)])
             return not work.errors(starts)
-        low = max(
-            [start[u] + work.blocks[u].time + delay for u, delay in work.blocks[b].preds],
-            default=least[b],
-        )
+        ready = (start[u] + work.blocks[u].time + delay for u, delay in work.blocks[b].preds)
+        low = max(ready, default=0)
         first = o[b] + period * -(-(low - o[b]) // period)
         return any(place(b + 1, [*start, first + period * k]) for k in range(most + 1))
 

@@ -279,16 +279,12 @@ def test_a_transfer_matrix_replaces_the_links(run: Any) -> None:
 # d0      A    V    .    .        x [0, 1), a [0, 3) (its view v is being sent until 3)
 # d0->d1  .    .    v    .
 # d1      .    .    .    B        copy of v [2, 4), b [3, 4)
+TIED = {"param_bytes": [1000], "param_uses": [(0, 0), (2, 0)]}
 MEMORY = {
     "seconds": [[1, 1]] * 3,
     "tensors": [(-1, 100, [0]), (0, 10, [1]), (1, 10, [2]), (2, 7, [])],
     "link_s_per_byte": 0.1,
-    "graph": {
-        "tensor_root": [0, 1, 1, 3],
-        "param_bytes": [1000],
-        "param_uses": [(0, 0), (2, 0)],
-        "output_tensor": [3],
-    },
+    "graph": {"tensor_root": [0, 1, 1, 3], "output_tensor": [3], **TIED},
     "num_microbatches": 1,
 }
 
