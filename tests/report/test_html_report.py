@@ -114,7 +114,6 @@ def test_the_table_has_the_medians_of_the_csv_file(run_dir: Path, data: dict[str
 
 def test_what_holds_overall_is_what_the_comparison_says(run_dir, data):
     comparison = read_run(run_dir).comparison
-    assert comparison is not None
     fidelity = comparison.fidelity()
     overall = data["overall"]
     assert fidelity is not None and overall["fidelity"]["period_mape"] == fidelity.period_mape
@@ -138,7 +137,6 @@ def test_every_planner_has_its_timelines(run_dir: Path, data: dict[str, Any]) ->
     run = read_run(run_dir)
     for workload, shown in zip(run.workloads, data["workloads"], strict=True):
         problem = workload.problem
-        assert problem is not None
         assert all(p["decision"] is not None for p in shown["planners"])
         for decision in shown["decisions"]:
             p = placement(decision)
@@ -170,7 +168,6 @@ def test_curves_end_at_the_value_of_the_table(run_dir: Path, data: dict[str, Any
 
 def test_the_graph_has_the_edges_and_bytes_of_the_problem(run_dir, data):
     problem = read_run(run_dir).workloads[0].problem
-    assert problem is not None
     shown = data["workloads"][0]["graph"]
     edges = np.array(shown["edges"]).reshape(-1, 3)
     np.testing.assert_array_equal(edges[:, :2], problem.graph.edges)
@@ -393,7 +390,6 @@ def test_memory_over_time_peaks_where_the_simulator_says(seed: int) -> None:
     p = random_placement(problem, seed)
     timeline = simulate(problem, p)
     steps = memory_steps(problem, p, timeline, problem.max_in_flight)
-    assert timeline.peak_bytes is not None
     np.testing.assert_array_equal([held.max() for _, held in steps], timeline.peak_bytes)
     # In the end only parameters and what libraries keep are left; slices of the run keep the peak.
     np.testing.assert_array_equal([held[-1] for _, held in steps], problem.resident_bytes_on(p))

@@ -216,7 +216,6 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path) -> None:
     ids = []
     for _ in range(2):
         with WandbTracker(tags=("a",), group="g").run(tmp_path, {}, "train") as mirror:
-            assert wandb.run is not None
             ids.append(wandb.run.id)
             assert (wandb.run.tags, wandb.run.group) == (("a",), "g")
             mirror.table("eval/problems", ("problem", "best_s"), [("net", 0.5)])

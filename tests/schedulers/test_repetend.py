@@ -110,7 +110,6 @@ def best_makespan(work: Work, num: int) -> int:
                 key[seen[b], b] = at
                 seen[b] += 1
             starts = earliest(work, key)
-            assert starts is not None
             best[0] = min(best[0], int((starts + [b.time for b in work.blocks]).max()))
             return
         held = [sum(work.blocks[b].memory * count[b] for b in on) for on in work.on]

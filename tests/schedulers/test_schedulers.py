@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,29 +75,52 @@ def table(text: str) -> str:
     return "\n".join(line.strip() for line in text.strip().splitlines())
 
 
-TIMETABLES = {
-    "gpipe": """
+TWICE = {"devices": 2, "chunks": 2}
+TIMETABLES = [
+    ("gpipe", {"devices": 3}, """
         a b c d . . . . A B C D
         . a b c d . . A B C D .
         . . a b c d A B C D . .
-    """,
-    "one_f_one_b": """
+    """),
+    ("one_f_one_b", {"devices": 3}, """
         a b c . . A d B . C . D
         . a b . A c B d C . D .
         . . a A b B c C d D . .
-    """,
+    """),
     # Group a b goes through both chunks of a device before c d; then backward and forward in turns.
-    "interleaved": """
+    ("interleaved", TWICE, """
         a b a b c A d B c A d B . C . D C D
         . a b a A b B c A d B c C d D C D .
-    """,
-}
+    """),
+    # Inference through the devices twice.
+    ("gpipe", TWICE | {"training": False}, """
+        a b c d a b c d .
+        . a b c d a b c d
+    """),
+    # The second visit is what backward is in training: it goes first.
+    ("one_f_one_b", TWICE | {"training": False}, """
+        a . a b . b c . c d . d .
+        . a . a b . b c . c d . d
+    """),
+    ("interleaved", TWICE | {"training": False}, """
+        a b a b c d c d .
+        . a b a b c d c d
+    """),
+    # Visited once, a pipeline runs in order.
+    *((name, {"devices": 3, "training": False}, """
+        a b c . .
+        . a b c .
+        . . a b c
+    """) for name in ("gpipe", "one_f_one_b", "interleaved")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TIMETABLES)
-def test_a_drawn_timetable(name: str) -> None:
-    problem, p = pipeline(2, chunks=2) if name == "interleaved" else pipeline(3)
-    assert draw(problem, p, load(name)(problem, p, 4)) == table(TIMETABLES[name])
+@pytest.mark.parametrize("case", TIMETABLES, ids=lambda case: case[0])
+def test_a_drawn_timetable(case: tuple[str, dict[str, Any], str]) -> None:
+    name, options, drawn = case
+    problem, p = pipeline(**options)
+    num_microbatches = len({*"abcdefgh"} & {*drawn})
+    assert draw(problem, p, load(name)(problem, p, num_microbatches)) == table(drawn)
 
 
 def test_list_order_is_the_simulators_own() -> None:
@@ -129,33 +153,6 @@ def test_zero_bubble() -> None:
     """)
     plain = simulate(problem, p, load("one_f_one_b")(problem, p, 4)).makespan_s
     assert simulate(problem, p, load("zero_bubble")(problem, p, 4)).makespan_s < plain
-
-
-def test_inference_through_the_devices_twice() -> None:
-    problem, p = pipeline(2, chunks=2, training=False)
-    assert draw(problem, p, load("gpipe")(problem, p, 4)) == table("""
-        a b c d a b c d .
-        . a b c d a b c d
-    """)
-    # The second visit is what backward is in training: it goes first.
-    assert draw(problem, p, load("one_f_one_b")(problem, p, 4)) == table("""
-        a . a b . b c . c d . d .
-        . a . a b . b c . c d . d
-    """)
-    assert draw(problem, p, load("interleaved")(problem, p, 4)) == table("""
-        a b a b c d c d .
-        . a b a b c d c d
-    """)
-
-
-def test_a_pipeline_visited_once_runs_in_order() -> None:
-    problem, p = pipeline(3, training=False)
-    for name in ("gpipe", "one_f_one_b", "interleaved"):
-        assert draw(problem, p, load(name)(problem, p, 3)) == table("""
-            a b c . .
-            . a b c .
-            . . a b c
-        """)
 
 
 def test_virtual_order_runs_every_piece_once() -> None:
