@@ -1,7 +1,5 @@
 """The studies: their harness, one small run of each, and the committed pages made again."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json
@@ -15,10 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+import agents.cli.compare
+import agents.cli.train
 from experiments import (
     baselines,
     bench,
@@ -34,11 +35,12 @@ from experiments import (
 from experiments.runs import GIB, ended, in_turns, limited, seconds_per_item
 from experiments.study import Finished, Option, Study, StudyError
 from experiments.tables import Column, read_csv, table, to_csv
+from placement.__main__ import main
 from placement.cluster import Cluster
 from placement.costs import predictors
 from placement.problem import Problem, Solution
 from tests.costs.test_latency import sample
-from tests.problems import random_problem
+from tests.problems import random_problem, written
 
 needs_data = pytest.mark.skipif(
     not (study.DATA / "dnn_partitioning" / "truth.json").exists(),
@@ -67,9 +69,7 @@ def places(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def no_more_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """After it is called, a study that runs anything fails."""
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise AssertionError("this was finished already")
+    fail = Mock(side_effect=AssertionError("this was finished already"))
 
     def forbid() -> None:
         monkeypatch.setattr("placement.executor.Executor.run", fail)
@@ -90,19 +90,10 @@ class Refuses:
 
 @dataclass(frozen=True)
 class Dies:
-    def end(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def __call__(self, problem: Problem) -> Solution:
         if problem.graph.name not in runs.WARM:
-            self.end()
+            os.kill(os.getpid(), signal.SIGKILL)
         raise StudyError("only pretends to be warm")
-
-
-@dataclass(frozen=True)
-class Sleeps(Dies):
-    def end(self) -> None:
-        time.sleep(60)
 
 
 @dataclass(frozen=True)
@@ -140,9 +131,7 @@ def test_however_a_run_ends_we_go_on(call: Callable[[], Any], status: str, note:
 
 
 @pytest.mark.parametrize(("count", "items"), [(12, 4 + 9), (24, 7 + 18), (2, 1 + 9)])
-def test_items_of_a_study_are_whole_rounds_of_the_phases(
-    monkeypatch: pytest.MonkeyPatch, count: int, items: int
-) -> None:
+def test_items_of_a_study_are_whole_rounds_of_the_phases(monkeypatch, count, items):
     """Of nine turns eight take 1 s and one 10: 18 s a round, wherever it begins."""
     now, asked = [0.0], list[int]()
     monkeypatch.setattr(runs.time, "perf_counter", lambda: now[0])
@@ -162,9 +151,8 @@ def test_ways_take_turns() -> None:
     ways = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
     values = in_turns(ways, 2, warm_up=1)
     assert "".join(order) == "abccbaabc"
-    assert {name: v.tolist() for name, v in values.items()} == {
-        "a": [6, 7], "b": [5, 8], "c": [4, 9]
-    }  # fmt: skip
+    found = {name: v.tolist() for name, v in values.items()}
+    assert found == {"a": [6, 7], "b": [5, 8], "c": [4, 9]}
 
 
 # --- the harness ---------------------------------------------------------------------------------
@@ -211,9 +199,7 @@ def test_tables(tmp_path: Path) -> None:
     ]
 
 
-def test_a_study_from_its_command_line(
-    tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_study_from_its_command_line(tmp_path, places, monkeypatch, capsys):
     (tmp_path / "pages.md").write_text("<!-- it -->\n# Of {count:,}\n\n{table}\n\nThe {word}.\n")
     monkeypatch.setattr(study, "PAGES", tmp_path / "pages.md")
 
@@ -233,9 +219,8 @@ def test_a_study_from_its_command_line(
     words = ["first", "--several", "2", "3.5", *places]
     assert study.run((one,), words) == 0
     page = (tmp_path / "out" / "it.md").read_text()
-    start = (
-        "# Of 2,000\n\n`python -m experiments.it first --several 2 3.5 --out out --work work`\n\n"
-    )
+    command = "python -m experiments.it first --several 2 3.5 --out out --work work"
+    start = f"# Of 2,000\n\n`{command}`\n\n"
     assert page.startswith(start + "| x |\n|---|\n| 2.000 |\n| 3.500 |\n\nThe end.\n\n- when: ")
     assert page.endswith("- count: 2000\n") and "- numpy: " in page
     assert json.loads((tmp_path / "out" / "it.json").read_text())["rows"] == [{"x": 2}, {"x": 3.5}]
@@ -333,13 +318,7 @@ SAYS = {
 @needs_two_cores
 @pytest.mark.usefixtures("quick_profiles")
 @pytest.mark.parametrize("name", SMALL)
-def test_a_small_run(
-    name: str,
-    places: list[str],
-    no_more_runs: Callable[[], None],
-    capsys: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_small_run(name, places, no_more_runs, says, monkeypatch):
     monkeypatch.setattr("experiments.bench.SECTIONS", (bench.problem_tables,))
     monkeypatch.setitem(bench.medians_s.__kwdefaults__, "rounds", 1)
     cut = dict.fromkeys(("best cut", "best found"), "contiguous_dp")
@@ -349,12 +328,11 @@ def test_a_small_run(
     module = importlib.import_module(f"experiments.{name}")
     main = getattr(module, "main", partial(study.run, all_of(module)))
     words = [*shlex.split(SMALL[name]), *places]
-    assert main(words) == 0
-    text = capsys.readouterr().out
+    text = says(words, 0, main).out
     assert re.search(SAYS[name], text)
     if name in RESUMED:  # nothing is left to do: the same figures again
         no_more_runs()
-        assert main(words) == 0 and capsys.readouterr().out == text
+        assert says(words, 0, main).out == text
 
 
 def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
@@ -363,10 +341,8 @@ def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
     keys = ("id", "devices", "time", "memory", "deps")
     case = {"ndevs": 2, "mode": "train", "blocks": [dict(zip(keys, r, strict=True)) for r in rows]}
     record = {"case": "v", "memory": 2, "period": 4, "best_makespan": {"8": [36, "known"]}}
-    folder = tmp_path / "data" / "schedules"
-    folder.mkdir(parents=True)
-    (folder / "cases.json").write_text(json.dumps({"cases": {"v": case}}))
-    (folder / "truth.json").write_text(json.dumps({"records": [record]}))
+    written(tmp_path / "data/schedules/cases.json", {"cases": {"v": case}})
+    written(tmp_path / "data/schedules/truth.json", {"records": [record]})
     words = ["--data", str(tmp_path / "data"), *places]
     assert study.run(schedules.STUDY, words) == 0
     text = (tmp_path / "out" / "schedules.md").read_text()
@@ -377,19 +353,17 @@ def test_schedules_of_cases(tmp_path: Path, places: list[str]) -> None:
 
 
 def test_a_family_is_predicted_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [
-        prediction.Case(f"model {seed}", "abc"[seed % 3], "mlp", sample(seed), 0.02)
-        for seed in range(6)
-    ]
+    names = [(f"model {seed}", "abc"[seed % 3], "mlp") for seed in range(6)]
+    cases = [prediction.Case(*x, sample(seed), 0.02) for seed, x in enumerate(names)]
     family_of = {id(c.sample): c.family for c in cases}
     seen: list[set[str]] = []
 
     class Spy:
-        def fit(self, samples):  # type: ignore[no-untyped-def]
+        def fit(self, samples):
             seen.append({family_of[id(s)] for s in samples})
             return self
 
-        def predict(self, graph, device):  # type: ignore[no-untyped-def]
+        def predict(self, graph, device):
             return np.ones(graph.num_ops), np.ones(graph.num_ops)
 
     monkeypatch.setattr(predictors, "load", lambda name, **_: Spy())
@@ -417,13 +391,9 @@ def test_regret_and_rank_correlation() -> None:
     searches["trees"] = [2, 1.9]
     measured = {f"search, {k}": v for k, v in searches.items()} | {"random 0": [4, 4.0]}
     backwards = {name: [1 / x, 1 / y] for name, (x, y) in measured.items()}
-    plan = {
-        "model": "m",
-        "measured": measured,
-        "simulated": {"measured": measured, "roofline": backwards, "polynomial": measured,
-                      "trees": measured},
-        "ranks": {"measured": 1.0, "roofline": 0.5, "polynomial": 0.9, "trees": 0.8},
-    }  # fmt: skip
+    ranks = {"measured": 1.0, "roofline": 0.5, "polynomial": 0.9, "trees": 0.8}
+    simulated = dict.fromkeys(ranks, measured) | {"roofline": backwards}
+    plan = {"model": "m", "measured": measured, "simulated": simulated, "ranks": ranks}
     rows = {line.split("|")[1].strip(): line for line in prediction.placed([plan]).splitlines()[2:]}
     assert "| 0.0 | 0.0 | 1.000 | 1.000 | 0.0 | 0.0 |" in rows["measured"]
     assert "| 0.500 | -1.000 | 50.0 | 50.0 |" in rows["roofline"]
@@ -452,9 +422,7 @@ def test_what_a_correction_takes_away() -> None:
 
 
 @pytest.mark.parametrize("run", [(baselines, "moirai/*"), (public, "search")])
-def test_without_the_files_the_message_says_where_they_are(
-    run: Any, tmp_path: Path, places: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_files_the_message_says_where_they_are(run, tmp_path, places, capsys):
     assert study.run(all_of(run[0]), [run[1], "--data", str(tmp_path), *places]) == 2
     stderr = capsys.readouterr().err
     assert "github.com/msr-fiddle/dnn-partitioning" in stderr and "--data" in stderr
@@ -487,40 +455,27 @@ def data(tmp_path: Path) -> Path:
         f"activation_size=1000.0, parameter_size=10.0\n"
         for i, t in enumerate(times)
     ) + "".join(f"\tnode{i} -- node{i + 1}\n" for i in range(3))
+    loads = "throughput/layer/tiny.json", "max_load"
     truth = [
-        truth_of("throughput/layer/tiny.json", "max_load", "own_dp_contiguous", 5.25),
-        truth_of("throughput/layer/tiny.json", "max_load", "dp_cpp", 5.25, seconds=4.0),
-        truth_of("throughput/layer/tiny.json", "max_load", "local_search_10", 1.0, "unchecked"),
+        truth_of(*loads, "own_dp_contiguous", 5.25),
+        truth_of(*loads, "dp_cpp", 5.25, seconds=4.0),
+        truth_of(*loads, "local_search_10", 1.0, status="unchecked"),
         truth_of("latency/layer/tiny.json", "latency", "greedy_cpp", 8.0),
     ]
-    files = {
-        "dnn_partitioning/throughput/layer/tiny.json": json.dumps(chain),
-        "dnn_partitioning/latency/layer/tiny.json": json.dumps(chain),
-        "dnn_partitioning/truth.json": json.dumps(truth),
-        "moirai/tiny.json": json.dumps(unlike),
-        "pipedream/tiny.txt": profile,
-    }
-    for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    for objective in ("throughput", "latency"):
+        written(folder / f"dnn_partitioning/{objective}/layer/tiny.json", chain)
+    written(folder / "dnn_partitioning/truth.json", truth)
+    written(folder / "moirai/tiny.json", unlike)
+    written(folder / "pipedream/tiny.txt", profile)
     return folder
 
 
-def truth_of(
-    file: str, objective: str, method: str, value: float, status: str = "optimal", **more: Any
-) -> dict[str, Any]:
-    record = {"file": file, "objective": objective, "method": method, "value": value}
+def truth_of(*facts: Any, status: str = "optimal", **more: Any) -> dict[str, Any]:
+    record = dict(zip(("file", "objective", "method", "value"), facts, strict=True))
     return {**record, "status": status, "seconds": 0.0, "lower_bound": None, **more}
 
 
-def test_baselines_from_the_command_line(
-    data: Path,
-    tmp_path: Path,
-    places: list[str],
-    no_more_runs: Callable[[], None],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_baselines_from_the_command_line(data, tmp_path, places, no_more_runs, capsys):
     bad = ",".join(f"{HERE}:{kind}" for kind in ("Refuses", "Dies", "FallsBack"))
     words = ["dnn_partitioning/*", "moirai/tiny*", "pipedream/*", "--data", str(data), *places]
     words += ["--planners", f"ideal_dp,random_search,{bad}", "--seconds", "0.1", "--seeds", "2"]
@@ -606,14 +561,10 @@ def test_search_against_what_is_known(data: Path, tmp_path: Path, places: list[s
     assert latency.split(" | ")[1:4] == ["8.0000", "8.0000", "8.0000"]
 
 
-def test_a_value_below_a_proved_bound_is_an_error(
-    data: Path, tmp_path: Path, places: list[str]
-) -> None:
+def test_a_value_below_a_proved_bound_is_an_error(data, tmp_path, places):
     path = data / "dnn_partitioning" / "truth.json"
-    records = json.loads(path.read_text())
-    file = "throughput/layer/tiny.json"
-    records.append(truth_of(file, "max_load", "cpsat_noncontig", 9.0, lower_bound=9.0))
-    path.write_text(json.dumps(records))
+    facts = ("throughput/layer/tiny.json", "max_load", "cpsat_noncontig", 9.0)
+    written(path, [*json.loads(path.read_text()), truth_of(*facts, lower_bound=9.0)])
     assert study.run(public.STUDIES, [*search_words(data, places), "throughput"]) == 1
     assert "Below a proved bound" in (tmp_path / "out" / "public_search.md").read_text()
 
@@ -622,10 +573,6 @@ def test_a_value_below_a_proved_bound_is_an_error(
 @pytest.mark.usefixtures("quick_profiles")
 def test_the_demo_goes_the_whole_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The commands of the Makefile, of a small model and with a small budget."""
-    import agents.cli.compare
-    import agents.cli.train
-    from placement.__main__ import main
-
     makefile = (study.ROOT / "Makefile").read_text().replace("\\\n", " ")
     recipe = re.search(r"^demo:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
     assert recipe is not None
