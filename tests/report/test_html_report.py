@@ -371,8 +371,8 @@ def test_the_command(run_dir: Path, tmp_path: Path, says: Any) -> None:
 
 def test_timelines_survive_their_files(tmp_path: Path) -> None:
     problem = random_problem(3)
-    p = np.zeros(problem.num_ops, np.int32)
-    timeline = replace(simulate(problem, p), load_s=np.ones((problem.num_microbatches, 2)))
+    phases = [[0] * problem.num_ops, [problem.num_devices - 1] * problem.num_ops]
+    timeline = replace(simulate(problem, phases), load_s=np.ones((problem.num_microbatches, 2)))
     timeline.save(tmp_path / "t.npz")
     read = Timeline.load(tmp_path / "t.npz")
     assert read.device_names == timeline.device_names and not read.measured
@@ -407,11 +407,13 @@ def test_busy_share_of_a_drawn_timeline() -> None:
 def test_traces_are_read_back(tmp_path: Path) -> None:
     problem = modular(8, 3)
     timeline = simulate(problem, np.arange(8, dtype=np.int32) % 3)
-    trace.write_trace(tmp_path / "t.json", [timeline, replace(timeline, measured=True)])
+    phases = replace(simulate(problem, [np.arange(8) % 3, np.arange(8) // 3]), measured=True)
+    trace.write_trace(tmp_path / "t.json", [timeline, phases])
     predicted, measured = trace.read_traces(tmp_path / "t.json")
     assert [t.kind for t in (predicted, measured)] == ["predicted", "measured"]
     assert predicted.device_names == timeline.device_names
     np.testing.assert_array_equal(predicted.placement, timeline.placement)
+    np.testing.assert_array_equal(measured.device_of, phases.device_of)
     np.testing.assert_array_equal(predicted.transfers, timeline.transfers)
     np.testing.assert_allclose(predicted.end_s, timeline.end_s, rtol=1e-9)
     unnamed = [e for e in timeline.to_trace()["traceEvents"] if e["name"] != "process_name"]

@@ -337,12 +337,11 @@ def test_the_contract() -> None:
     check_planner(OrderSearch(evaluations=300), problems)
 
 
-def test_it_begins_at_the_start_and_keeps_its_budget() -> None:
+def test_it_begins_at_the_start() -> None:
     problem = plain(random_problem(7, 40, 3))
     first = load("heft")(problem)
     solution = OrderSearch(evaluations=500, start="heft")(problem)
     assert solution.value_s <= first.value_s
-    assert solution.stats["evaluations"] <= 500
     if solution.schedule is not None:
         alone = float(score(problem, solution.placement)[0])
         assert solution.stats["list_order_value_s"] == alone

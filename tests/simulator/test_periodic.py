@@ -15,7 +15,6 @@ from placement.exporters import Inexpressible, load, moved
 from placement.plan import load_plan, make_plan
 from placement.problem import Placement, Problem, ProblemError, Solution
 from placement.report import gantt, usage
-from placement.report.trace import read_traces, write_trace
 from placement.schedule import ScheduleError
 from placement.simulator import (
     analytic,
@@ -195,16 +194,6 @@ def test_reports_show_each_phase_where_it_ran(seed: int) -> None:
     share = usage.busy_share(timeline, 5).mean(axis=1)
     np.testing.assert_allclose(share, timeline.utilisation, atol=1e-6)
     assert len(gantt.text_gantt(timeline).splitlines()) >= problem.num_devices
-
-
-def test_files_keep_phases(tmp_path: Path) -> None:
-    problem, p = periodic(11)
-    timeline = simulate(problem, p)
-    timeline.save(tmp_path / "t.npz")
-    np.testing.assert_array_equal(type(timeline).load(tmp_path / "t.npz").placement, p)
-    write_trace(tmp_path / "t.json", [timeline])
-    (read,) = read_traces(tmp_path / "t.json")
-    np.testing.assert_array_equal(read.device_of, timeline.device_of)
 
 
 def test_a_plan_with_phases(tmp_path: Path) -> None:
