@@ -370,7 +370,7 @@ def test_the_command(run_dir: Path, tmp_path: Path, says: Any) -> None:
 
 
 def test_timelines_survive_their_files(tmp_path: Path) -> None:
-    problem = random_problem(3)
+    problem = random_problem(3, num_devices=2)
     phases = [[0] * problem.num_ops, [problem.num_devices - 1] * problem.num_ops]
     timeline = replace(simulate(problem, phases), load_s=np.ones((problem.num_microbatches, 2)))
     timeline.save(tmp_path / "t.npz")

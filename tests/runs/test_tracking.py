@@ -13,16 +13,13 @@ import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 import agents.cli.compare
-from placement.report.row import Row
 from placement.report.table import Comparison
 from placement.runs.tracking import NUM_POINTS, SECONDS, LocalTracker, Mirror, Tracker, WandbTracker
+from tests.report.test_curves import row
 
 
 def comparison(*values_s: float) -> Comparison:
-    rows = [
-        Row("net", "heft", seed, "period", 3, 2, "abc", bool(np.isfinite(v)), v, v, v)
-        for seed, v in enumerate(values_s)
-    ]
+    rows = (row("heft", value, seed, "net") for seed, value in enumerate(values_s))
     return Comparison(tuple(rows), {})
 
 

@@ -370,17 +370,13 @@ def test_problems_whose_orders_are_not_searched(change: dict[str, Any], words: s
 
 def test_what_is_simulated_and_what_is_refused() -> None:
     problem = plain(random_problem(3, 10, 3))
-    profile, links = problem.profile, problem.profile.links
-
-    def with_link(**change: Any) -> Problem:
-        changed = (replace(links[0], **change), *links[1:])
-        return replace(problem, profile=replace(profile, links=changed))
-
-    assert "loaded_s" in why_simulated(altered(problem, loaded_s=profile.compute_s * 1.2))
-    assert "block" in why_simulated(with_link(blocking=True))
-    assert "occupies" in why_simulated(with_link(send_s=1.0))
-    assert "wakes" in why_simulated(with_link(wake_s=1.0))
+    first, *others = problem.profile.links
+    assert "loaded_s" in why_simulated(altered(problem, loaded_s=problem.compute_s * 1.2))
     assert "share" in why_simulated(altered(problem, links={"channel": "bridge"}))
+    reasons = {"block": {"blocking": True}, "occupies": {"send_s": 1.0}, "wakes": {"wake_s": 1.0}}
+    for word, change in reasons.items():  # of one link
+        profile = replace(problem.profile, links=(replace(first, **change), *others))
+        assert word in why_simulated(replace(problem, profile=profile))
     assert "memory" in why_not(altered(problem, {"memory_bytes": 10}))
     # One micro-batch is all that is in flight, whatever a pipelined run may hold at a time.
     g = problem.graph
