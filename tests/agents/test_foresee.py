@@ -13,6 +13,7 @@ from agents.foresee import RELEASED, WaitsNet, fit, labelled, load_waits, placem
 from agents.planner import PolicyPlanner
 from placement.planners import load
 from placement.problem import Problem
+from placement.search.evaluation import two_operators
 from placement.search.pipeline import NUM_FEATURES, WAITED, WAITS, Pipeline, constructed
 from placement.simulator import score
 from placement.workloads import synthetic
@@ -48,8 +49,6 @@ def test_the_kernel_foresees_what_the_network_does(name: str) -> None:
 
 def test_features_of_a_pipeline_of_two_stages() -> None:
     """Two operators of 1 s on two devices, a tensor of 0 s between them, two in flight."""
-    from placement.search.evaluation import two_operators
-
     problem = two_operators().with_objective("period")
     pipeline = Pipeline(problem, 0, WaitsNet().net())
     bound_s, features = pipeline.describe(np.array([0, 1], np.int32))
@@ -75,13 +74,10 @@ def test_walks_drop_only_moves_that_they_would_refuse(trained: bool) -> None:
         walked = quick.walk(start, 0.0, 2, 256)
         assert np.array_equal(walked, whole.walk(start, 0.0, 2, 256))
         assert not np.array_equal(walked, start)
-        assert np.allclose(quick.room.work, _seconds(problem, quick), 1e-9)
-
-
-def _seconds(problem: Problem, pipeline: Pipeline) -> np.ndarray:
-    device = pipeline.state.device[problem.graph.group]
-    seconds = problem.loaded_s[np.arange(problem.num_ops), device]
-    return np.bincount(device, seconds, problem.num_devices)
+        device = quick.state.device[problem.graph.group]
+        seconds = problem.loaded_s[np.arange(problem.num_ops), device]
+        work = np.bincount(device, seconds, problem.num_devices)
+        assert np.allclose(quick.room.work, work, 1e-9)
 
 
 def test_it_learns_what_a_rule_gets_wrong() -> None:

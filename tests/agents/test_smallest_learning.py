@@ -14,6 +14,8 @@ from agents.encoder import NetworkConfig
 from agents.training import TrainConfig, train
 from agents.training.callbacks import Row
 from envs.formulations import FORMULATIONS
+from placement import workloads
+from placement.capturing import capture
 from placement.problem import Problem
 from tests.envs.test_envs import chain
 from tests.problems import problem_on
@@ -46,9 +48,6 @@ def test_two_operator_bandit(formulation: Any) -> None:
 @cache
 def captured() -> Problem:
     """An Inception captured by ``torch.export`` on three unlike devices, times drawn once."""
-    from placement import workloads
-    from placement.capturing import capture
-
     graph = capture(*workloads.load("inception_tiny"), name="inception_tiny")
     rng = np.random.default_rng(0)
     kind, size = np.unique([n.rstrip("_0123456789") for n in graph.op_name], return_inverse=True)
@@ -68,5 +67,4 @@ def test_the_frozen_policy_is_clearly_worse(formulation: Any) -> None:
         options |= {"total_steps": 1200, "num_checks": 1, "epochs": 4 if rate else 1}
         _, rows = rows_of(captured(), formulation, **options)
         sampled[rate] = np.nanmean([r["reward_mean"] for r in rows[-6:-1]])
-    print(formulation, sampled)
     assert sampled[1e-2] > sampled[0.0] + 0.03

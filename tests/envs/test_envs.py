@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from placement.runs.trials import TrialError
 from placement.simulator import score, simulate
 from tests.problems import chain as edges_of
 from tests.problems import random_problem, small_problem
+from tests.runtimes import Biased
 
 IDS = ("envs:DevicePlacement-v0", "envs:SequentialDevicePlacement-v0", "envs:Dispatch-v0")
 
@@ -122,40 +123,25 @@ def test_a_group_is_one_action() -> None:
 
 
 def test_a_runtime_as_back_end(tmp_path: Path) -> None:
-    class Runtime:
-        """Runs everything twice as slowly as predicted."""
-
-        def __init__(self, problem: Problem) -> None:
-            self.problem = problem
-            self.runs = 0
-
-        def run(self, placement: Any, *, num_microbatches: int, max_in_flight: int | None = None):
-            self.runs += 1
-            window = max_in_flight or self.problem.max_in_flight
-            machine = replace(self.problem, max_in_flight=window)
-            timeline = simulate(machine, placement, num_microbatches=num_microbatches)
-            start, end = 2 * timeline.start_s, 2 * timeline.end_s
-            return type(timeline)(timeline.device_names, timeline.placement, start, end)
-
+    slow = partial(Biased, slow=lambda run: 2.0)  # everything takes twice as long as predicted
     for objective in ("latency", "period"):
         problem = chain([[2, 1], [2, 4]], objective=objective, latency_s=0.0)
-        runtime = Runtime(problem)
+        runtime = slow(problem)
         env = DevicePlacementEnv([problem], evaluator=runtime, reference_s=[1.0])
         for _ in range(2):  # the second time it is known
             env.reset(seed=0)
             info = env.step(np.array([1, 0]))[4]
             assert info["value_s"] == pytest.approx(2 * score(problem, [1, 0])[0])
-            assert runtime.runs == 1
+            assert runtime.runs == [(1, 0)]
     # Three rounds of one placement; then another and the first, for which no run is left.
-    few = Measured(Runtime, repeats=3, measurements=3, folder=tmp_path)
+    few = Measured(slow, repeats=3, measurements=3, folder=tmp_path)
     known = few(problem, np.array([[0, 0]]))
     assert few.trials(problem).num_measurements == 3
     with pytest.raises(TrialError, match="the budget is spent: 3 of 3 runs"):
         few(problem, np.array([[0, 1]]))
-    again = Measured(Runtime, repeats=3, folder=tmp_path)
+    again = Measured(slow, repeats=3, folder=tmp_path)
     assert again(problem, np.array([[0, 0]])) == pytest.approx(known)
-    counter = again.trials(problem).runtime
-    assert isinstance(counter, Runtime) and counter.runs == 0
+    assert again.trials(problem).runtime.runs == []
     with pytest.raises(EnvError, match="one problem, and there are 2 problems: give Measured"):
         DevicePlacementEnv([problem, chain([[2, 1]] * 2)], evaluator=runtime)
     with pytest.raises(EnvError, match="one problem, and a perturbation makes others"):
@@ -347,16 +333,16 @@ def test_render_shows_the_last_placement() -> None:
 
 def test_what_users_get_wrong() -> None:
     problem = chain([[1, 2]])
-    with pytest.raises(EnvError, match=r"problems=\[problem\]"):
-        DevicePlacementEnv([])
-    with pytest.raises(EnvError, match=r"problems=\[problem\]"):
-        DevicePlacementEnv(problem)
-    with pytest.raises(EnvError, match="render_mode = 'human'"):
-        DevicePlacementEnv([problem], render_mode="human")
-    with pytest.raises(EnvError, match="each of the 1 problems"):
-        SequentialDevicePlacementEnv([problem], reference_s=[1.0, 2.0])
-    with pytest.raises(EnvError, match="positive"):
-        SequentialDevicePlacementEnv([problem], reference_s=[np.inf])
+    for problems, options, why in (
+        ([], {}, r"problems=\[problem\]"),
+        (problem, {}, r"problems=\[problem\]"),
+        ([problem], {"render_mode": "human"}, "render_mode = 'human'"),
+        ([problem], {"reference_s": [1.0, 2.0]}, "each of the 1 problems"),
+        ([problem], {"reference_s": [np.inf]}, "positive"),
+    ):
+        for kind in (DevicePlacementEnv, SequentialDevicePlacementEnv):
+            with pytest.raises(EnvError, match=why):
+                kind(problems, **options)
     env = gym.make_vec("envs:envs/SequentialDevicePlacement-v0", 2)
     env.reset(seed=0)
     for action in (1, [0, 1, 0], [0.0, 1.0], [None, None]):
@@ -436,9 +422,8 @@ def test_perturbed_machines() -> None:
 
 
 def test_seeds_in_a_row_are_one_seed_as_gymnasium_spreads_it() -> None:
-    env = gym.make_vec(
-        "envs:envs/SequentialDevicePlacement-v0", 3, problems="envs.generators:Layered"
-    )
+    name, problems = "envs:envs/SequentialDevicePlacement-v0", "envs.generators:Layered"
+    env = gym.make_vec(name, 3, problems=problems)
 
     def met(seed: int | list[int]) -> list[float]:
         env.reset(seed=seed)

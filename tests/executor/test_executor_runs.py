@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -241,10 +242,8 @@ def test_each_operator_of_a_run_leaves_its_number_and_when_it_ended() -> None:
     graph = capture(nn.Sequential(*[nn.ReLU() for _ in range(3)]), torch.randn(8))
     (share, _) = shares(graph, np.zeros(3, np.int32), 2)
     marks: list[Any] = []
-    times = iter((10, 20, 30))
-    run = generate(
-        graph.program, [(0, 1, 2)], share, {}, {}, torch.device("cpu"), (marks, times.__next__)
-    ).calls[0]
+    about = share, {}, {}, torch.device("cpu"), (marks, iter((10, 20, 30)).__next__)
+    run = generate(graph.program, [(0, 1, 2)], *about).calls[0]
     env: list[Any] = [None] * graph.num_tensors
     env[graph.program.input_tensors[0]] = torch.randn(8)
     rest = run(env, lambda: False)
@@ -304,25 +303,18 @@ def test_a_runner_takes_whole_numbers_of_devices_only() -> None:
 
 def in_two_threads(turns: Turns, step: Callable[[], None], times: int) -> list[BaseException]:
     """Run 0, of two operators, so often in two threads at once; what they raised."""
-    raised: list[BaseException] = []
 
     def rest() -> Iterator[int]:
         step()
         yield from ()
 
     def work() -> None:
-        try:
-            for _ in range(times):
-                turns.go_on(0, rest(), True)
-        except BaseException as error:
-            raised.append(error)
+        for _ in range(times):
+            turns.go_on(0, rest(), True)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
+    with ThreadPoolExecutor(2) as pool:
+        ended = [pool.submit(work) for _ in range(2)]
+    return [error for x in ended if (error := x.exception())]
 
 
 def test_short_operators_are_one_threads_at_a_time_and_long_ones_are_not(monkeypatch):
@@ -366,7 +358,7 @@ def test_a_run_that_took_ten_times_as_long_as_a_short_one_waits_for_no_turn_any_
         assert all(turns.go_on(0, rest(), True) == (None, 0) for _ in range(130))
 
 
-def test_nobody_waits_long_for_a_turn_and_an_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_long_for_a_turn_and_an_error_ends_it() -> None:
     turns = Turns({0: 2})
     with worker_module._TURN:
         following, waited_ns = turns.go_on(0, iter((1,)), True)

@@ -1,6 +1,8 @@
 """Compiled runs of a GPU, on emulated devices, where a stand-in for Inductor runs a graph as it is;
 and their twin on a CPU, where Inductor itself compiles."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -16,9 +18,7 @@ from placement.executor.share import fused, runs_of, shares
 from tests import emulated_gpu
 from tests.executor.on_gpu import BOTH, all_on, graphed, layers
 
-
-def refuses(graph, inputs):
-    raise RuntimeError("Triton is not here\nand more")
+refuses = Mock(side_effect=RuntimeError("Triton is not here\nand more"))
 
 
 def errs(graph, inputs):

@@ -10,6 +10,7 @@ from torch import nn
 
 from placement import planners, workloads
 from placement.capturing import capture
+from placement.capturing.training import plain_step
 from placement.executor import Executor, Runner, RunnerError, Trainer
 from placement.problem import ProblemError
 from placement.program import split_inputs
@@ -108,25 +109,18 @@ def test_replicas_train_as_plain_pytorch_does(own_loss):
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     plain = copy.deepcopy(net)
     batches = [(torch.randn(3, 8), torch.randn(3, 4)) for _ in range(10)]
-    options = {"loss": nn.functional.mse_loss}
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    graph = capture(net, batches[0], mode="training", optimizer=optimizer, **options)
+    options = {"loss": nn.functional.mse_loss, "optimizer": optimizer}
+    graph = capture(net, batches[0], mode="training", **options)
     p = random_placement(graph, 1 + own_loss, 3, 2 + own_loss)
     reference = torch.optim.Adam(plain.parameters(), lr=1e-2)
     with Trainer(graph, THREE, p, optimizer) as trainer:
         for _ in range(3):
             losses = trainer.step(batches)
-            reference.zero_grad()
-            expected = []
-            for x, y in batches:
-                loss = nn.functional.mse_loss(plain(x), y)
-                (loss / len(batches)).backward()
-                expected.append(loss.detach())
-            reference.step()
-            torch.testing.assert_close(losses, torch.stack(expected))
+            expected = plain_step(plain, reference, batches, nn.functional.mse_loss)
+            torch.testing.assert_close(losses, expected)
         trainer.accumulate(batches[:3])
         again = trainer.gradients()
-        reference.zero_grad()
         for x, y in batches[:3]:
             (nn.functional.mse_loss(plain(x), y) / 3).backward()
         torch.testing.assert_close(again, {name: p.grad for name, p in plain.named_parameters()})
@@ -168,8 +162,5 @@ def test_running_statistics_stay_on_one_device():
     with Trainer(graph, THREE, replicas, optimizer) as trainer:
         losses = trainer.step(batches)
     step = torch.optim.SGD(plain.parameters(), lr=0.1)
-    expected = [loss(plain(x), y) for x, y in batches]
-    torch.stack(expected).mean().backward()
-    step.step()
-    torch.testing.assert_close(losses, torch.stack(expected).detach())
+    torch.testing.assert_close(losses, plain_step(plain, step, batches, loss))
     torch.testing.assert_close(dict(net.state_dict()), dict(plain.state_dict()))
