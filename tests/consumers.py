@@ -1,7 +1,5 @@
 """Real consumers of what is exported, and small models of four families to give them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -34,9 +32,8 @@ def family(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
         config.use_cache = False
         return t.LlamaForCausalLM(config).eval(), ids
     if name == "gpt2":
-        config = t.GPT2Config(
-            n_layer=2, n_head=4, n_embd=16, vocab_size=32, n_positions=16, use_cache=False
-        )
+        config = t.GPT2Config(n_layer=2, n_head=4, n_embd=16, vocab_size=32, n_positions=16)
+        config.use_cache = False
         return t.GPT2Model(config).eval(), ids
     if name == "bert":
         return t.BertModel(t.BertConfig(intermediate_size=24, **words)).eval(), ids
@@ -93,14 +90,7 @@ class Somewhere(torch.Tensor):
         return pytree.tree_map_only(torch.Tensor, lambda x: Somewhere.on(x, next(iter(homes))), out)
 
 
-def run_in_accelerate(
-    module: torch.nn.Module,
-    device_map: dict[str, str],
-    args: Any,
-    kwargs: Any,
-    monkeypatch: Any,
-    main: str | None = None,
-) -> list[torch.Tensor]:
+def run_in_accelerate(module, device_map, args, kwargs, monkeypatch, main=None) -> list[Any]:
     """What the module computes as dispatched by accelerate, on GPUs that are only pretended.
 
     Inputs are brought to ``main``, or to the first device of the map, as ``from_pretrained`` does.

@@ -106,9 +106,7 @@ class Gpu:
     peak: Counter[int] = field(default_factory=Counter)
     streams: list[Stream] = field(default_factory=list)
     pools: defaultdict[Any, deque[Stream]] = field(default_factory=lambda: defaultdict(deque))
-    workspaces: defaultdict[Any, dict[Stream, int]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
+    workspaces: defaultdict[Any, Any] = field(default_factory=lambda: defaultdict(dict))
     defaults: dict[int, Stream] = field(default_factory=dict)
     unused: Any = None  # waits until nobody uses a block any more
 
@@ -116,9 +114,7 @@ class Gpu:
         """Raises: OutOfMemoryError, as torch does."""
         if self.allocated[device] + num_bytes > self.memory_bytes:
             _empty_cache()
-            raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {num_bytes} bytes (emulated)"
-            )
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {num_bytes} bytes")
         self.allocated[device] += num_bytes
         self.peak[device] = max(self.peak[device], self.allocated[device])
 
@@ -196,9 +192,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         if self.graph is not None and event.graph is not self.graph:
             self.graph.failed = True  # even where the event has happened
-            raise RuntimeError(
-                "CUDA error: dependency created on uncaptured work in another stream"
-            )
+            raise RuntimeError("CUDA error: dependency on uncaptured work in another stream")
         for other, count in event.seen.items():
             self.seen[other] = max(self.seen.get(other, 0), count)
         self.launch(event.done.wait)
@@ -280,9 +274,7 @@ def _name(stream: Stream) -> tuple[Stream, int, int]:
 
 def default_stream(device: Any = None) -> Stream:
     number = _number(device)
-    if number not in _gpu.defaults:
-        _gpu.defaults[number] = Stream(number)
-    return _gpu.defaults[number]
+    return _gpu.defaults.get(number) or _gpu.defaults.setdefault(number, Stream(number))
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -378,14 +370,9 @@ class CudaTensor(Tensor):
 
     @staticmethod
     def __new__(cls, meta: Tensor, cell: list[Any], memory: _Memory) -> CudaTensor:
-        tensor = Tensor._make_wrapper_subclass(
-            cls,
-            meta.size(),
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=memory.on.device,
-        )
+        form = meta.size(), meta.stride(), meta.storage_offset()
+        kind = {"dtype": meta.dtype, "device": memory.on.device}
+        tensor = Tensor._make_wrapper_subclass(cls, *form, **kind)
         tensor.meta, tensor.cell, tensor.memory = meta, cell, memory
         return tensor
 
@@ -593,9 +580,7 @@ def _to_host(func: Any, args: Any, kwargs: dict[str, Any], source: CudaTensor) -
     return copied[0]
 
 
-def _from_host(
-    on: Stream, args: Any, kwargs: dict[str, Any], host: list[Tensor]
-) -> tuple[Any, dict[str, Any]]:
+def _from_host(on: Stream, args: Any, kwargs: dict[str, Any], host: list[Tensor]) -> Any:
     """Pageable memory is read while the caller waits, after the stream has come so far."""
     if all(hasattr(x, "pinned") for x in host):
         _gpu.copies["pinned"] += 1
@@ -629,15 +614,7 @@ def _check_library(func: Any, on: Stream) -> None:
                 on.graph.workspaces.append(workspace)
 
 
-def _launch(
-    func: Any,
-    args: Any,
-    kwargs: dict[str, Any],
-    cuda: list[Any],
-    on: Stream,
-    at: int,
-    is_copy: bool,
-) -> Any:
+def _launch(func, args, kwargs, cuda, on, at, is_copy) -> Any:
     gpu, inference = _gpu, torch.is_inference_mode_enabled()
     owner = {x.meta.untyped_storage()._cdata: x for x in cuda}
     in_place = {id(x.meta): x for x in cuda}
@@ -656,11 +633,8 @@ def _launch(
         base = owner.get(meta.untyped_storage()._cdata)
         cell: list[Any] = [None]
         home = current_stream(torch.device("cuda", at))
-        memory = (
-            base.memory
-            if base is not None
-            else _Memory(gpu, cell, home, meta.untyped_storage().nbytes())
-        )
+        num_bytes = meta.untyped_storage().nbytes()
+        memory = base.memory if base is not None else _Memory(gpu, cell, home, num_bytes)
         # A view of an ordinary tensor is one, in inference mode too.
         with torch.inference_mode(inference and (base is None or base.is_inference())):
             results.append(CudaTensor(meta, cell, memory))
@@ -701,11 +675,8 @@ def _launch(
             k["non_blocking"] = False
         with torch.inference_mode(inference), torch.no_grad():
             values = pytree.tree_leaves(_computed(func, a, k))
-            read = {
-                x.untyped_storage().data_ptr()
-                for x in pytree.tree_leaves((a, k))
-                if isinstance(x, Tensor)
-            }
+            tensors = [x for x in pytree.tree_leaves((a, k)) if isinstance(x, Tensor)]
+            read = {x.untyped_storage().data_ptr() for x in tensors}
             for slot, value in zip(cells, values, strict=True):
                 if slot is not None:
                     cell, is_new = slot
@@ -720,12 +691,9 @@ def _launch(
     if on.graph is not None and not is_view:
         on.graph.is_empty = False
     # (Between GPUs streams wait for each other once there is memory.)
-    for x in (
-        ()
-        if is_view or on.index != at
-        else (*cuda, *(x for x in results if isinstance(x, CudaTensor)))
-    ):
-        x.memory.use(on)
+    for x in () if is_view or on.index != at else (*cuda, *results):
+        if isinstance(x, CudaTensor):
+            x.memory.use(on)
     return pytree.tree_unflatten(results, spec)
 
 
@@ -762,17 +730,7 @@ def _efficient_scores(q: Tensor, k: Tensor, bias: Any, causal: bool, scale: Any)
     return scores.masked_fill(later, -torch.inf) if causal else scores
 
 
-def _efficient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Any,
-    keep: bool,
-    dropout_p: float = 0.0,
-    causal: bool = False,
-    *,
-    scale: Any = None,
-) -> Any:
+def _efficient(q, k, v, bias, keep, dropout_p=0.0, causal=False, *, scale=None) -> Any:
     _check_form(q, k, v, bias)
     assert keep and dropout_p == 0
     scores = _efficient_scores(q, k, bias, causal, scale)
@@ -786,20 +744,7 @@ def _efficient(
 
 
 def _efficient_backward(
-    gradient: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Any,
-    out: Tensor,
-    sums: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    dropout_p: float,
-    wanted: list[bool],
-    causal: bool = False,
-    *,
-    scale: Any = None,
+    gradient, q, k, v, bias, out, sums, seed, offset, dropout_p, wanted, causal=False, *, scale=None
 ) -> Any:
     _check_form(gradient, q, k, v, bias)
     length = q.shape[2]
@@ -894,24 +839,15 @@ def _properties(device: Any = None) -> SimpleNamespace:
     return SimpleNamespace(total_memory=_gpu.memory_bytes, name="Emulated GPU", uuid="none")
 
 
-def nvml(count: int, tells_energy: bool = True) -> Any:
-    """The module ``pynvml`` of GPUs that draw 100 W each, whether it counts joules or not."""
-
-    class NVMLError(Exception):
-        pass
-
-    def millijoules(handle: int) -> int:
-        if not tells_energy:
-            raise NVMLError("Not Supported")
-        return int(1e5 * time.perf_counter())
-
+def nvml(count: int) -> Any:
+    """The module ``pynvml`` of GPUs that draw 100 W each."""
     return SimpleNamespace(
-        NVMLError=NVMLError,
+        NVMLError=RuntimeError,
         nvmlInit=lambda: None,
         nvmlDeviceGetCount=lambda: count,
         nvmlDeviceGetHandleByIndex=lambda index: index,
         nvmlDeviceGetUUID=lambda handle: "GPU-none",
-        nvmlDeviceGetTotalEnergyConsumption=millijoules,
+        nvmlDeviceGetTotalEnergyConsumption=lambda handle: int(1e5 * time.perf_counter()),
         nvmlDeviceGetPowerUsage=lambda handle: 100_000,
     )
 
@@ -948,12 +884,15 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
             with Mode():
                 run()
 
-        if getattr(thread._target, "__func__", None) is not Stream._run:  # type: ignore[attr-defined]
-            thread.run = run_in_mode  # type: ignore[method-assign]
+        if getattr(thread._target, "__func__", None) is not Stream._run:
+            thread.run = run_in_mode
         start(thread)
 
     def limited(share: float, device: Any = None) -> None:
         gpu.memory_bytes = int(share * memory_bytes)
+
+    def free(device: Any = None) -> tuple[int, int]:
+        return gpu.memory_bytes - gpu.allocated[_number(device)], memory_bytes
 
     stand_ins = {
         "is_available": lambda: True,
@@ -964,29 +903,20 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
         "get_device_capability": lambda device=None: (9, 0),
         "set_device": lambda device: setattr(_here, "device", _number(device)),
         "set_per_process_memory_fraction": limited,
-        "synchronize": synchronize,
         "Stream": Pooled,
-        "Event": Event,
-        "CUDAGraph": CUDAGraph,
         "graph_pool_handle": object,
         "is_current_stream_capturing": lambda: current_stream().graph is not None,
-        "current_stream": current_stream,
-        "default_stream": default_stream,
-        "set_stream": set_stream,
-        "stream": stream,
         "device": _on,
-        "mem_get_info": lambda device=None: (
-            gpu.memory_bytes - gpu.allocated[_number(device)],
-            memory_bytes,
-        ),
-        "memory_allocated": lambda device=None: gpu.allocated[_number(device)],
-        "memory_reserved": lambda device=None: gpu.allocated[_number(device)],
-        "max_memory_allocated": lambda device=None: gpu.peak[_number(device)],
-        "max_memory_reserved": lambda device=None: gpu.peak[_number(device)],
+        "mem_get_info": free,
         "reset_peak_memory_stats": _reset_peak,
         "empty_cache": _empty_cache,
         "_lazy_init": lambda: None,
     }
+    for same in (synchronize, Event, CUDAGraph, current_stream, default_stream, set_stream, stream):
+        stand_ins[same.__name__] = same
+    for kind in ("allocated", "reserved"):
+        stand_ins[f"memory_{kind}"] = lambda device=None: gpu.allocated[_number(device)]
+        stand_ins[f"max_memory_{kind}"] = lambda device=None: gpu.peak[_number(device)]
     with ExitStack() as stack:
         for name, stand_in in stand_ins.items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
@@ -998,9 +928,8 @@ def emulated(num_devices: int = 1, memory_bytes: int = 2**33, **options: Any) ->
             "_cuda_setStream": lambda stream, *_: set_stream(stream),
         }.items():
             stack.enter_context(patch.object(torch._C, name, inner, create=True))
-        stack.enter_context(
-            patch.object(torch.backends.cuda, "can_use_efficient_attention", _may_be_efficient)
-        )
+        efficient = "torch.backends.cuda.can_use_efficient_attention"
+        stack.enter_context(patch(efficient, _may_be_efficient))
         kernels = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
         for name, kernel in {"": _efficient, "_backward": _efficient_backward}.items():
             kernels.impl(f"_scaled_dot_product_efficient_attention{name}", kernel, "CPU")

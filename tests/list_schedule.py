@@ -1,7 +1,5 @@
 """List scheduling in plain Python: what the kernels of the planners must do, step by step."""
 
-from __future__ import annotations
-
 import bisect
 from typing import Any
 
@@ -130,14 +128,10 @@ class ListSchedule:
         self.finish_s[op] = end
         self.free_s[device] = max(self.free_s[device], end)
         if end > start:  # what takes no time occupies nothing
-            begins, ends = self._runs[device]
-            at = bisect.bisect_right(begins, start)
-            begins.insert(at, start)
-            ends.insert(at, end)
-            begins, ends = self._touching[device]
-            at = bisect.bisect_right(begins, start)
-            begins.insert(at, start)
-            ends.insert(at, end)
+            for begins, ends in (self._runs[device], self._touching[device]):
+                at = bisect.bisect_right(begins, start)
+                begins.insert(at, start)
+                ends.insert(at, end)
             if at + 1 < len(begins) and begins[at + 1] == end:
                 del begins[at + 1], ends[at]
             if at and ends[at - 1] == start:
@@ -165,9 +159,7 @@ def transfers_s(problem: Problem, tensors: NDArray[Any], src: NDArray[Any]) -> F
     return seconds
 
 
-def earliest_task_first(
-    problem: Problem, activations: int, favourite: NDArray[np.int32]
-) -> ListSchedule:
+def earliest_task_first(problem: Problem, activations: int, favourite: Choice) -> ListSchedule:
     """ETF where a device waits for the favourite child of what it ran last.
 
     ``favourite`` is int32 ``[N]``: the consumer that each operator wants beside it, or -1. As
@@ -228,12 +220,7 @@ def _least(
     return np.where(may, start, np.inf).min(axis=1)
 
 
-def balance(
-    problem: Problem,
-    level: NDArray[np.int32],
-    activations: int = 0,
-    team: NDArray[np.bool_] | None = None,
-) -> Choice:
+def balance(problem: Problem, level: Choice, activations: int = 0, team: Any = None) -> Choice:
     """int32 ``[G]``: each level balanced over the devices, longest operators first."""
     g = problem.graph
     memory = Memory(problem, activations)

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.modules import module_of
+
 BATCH, WIDTH = 4, 6
 
 
@@ -105,18 +107,14 @@ class Double(torch.autograd.Function):
 # ---------------------------------------------------------------- leaves
 
 
-class Leaf(nn.Module):
+def leaf(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
     """A function of (itself, x), with a weight, a buffer and a linear layer to use."""
-
-    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("seen", torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, x)
+    return lambda: module_of(
+        function,
+        weight=nn.Parameter(torch.randn(WIDTH)),
+        linear=nn.Linear(WIDTH, WIDTH),
+        seen=torch.rand(WIDTH) + 0.5,
+    )
 
 
 def split_function(m: Any, x: Tensor) -> Tensor:
@@ -198,36 +196,24 @@ class Attention(nn.Module):
         return self.layer(pieces(x), src_key_padding_mask=self.mask).flatten(1)
 
 
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(3, 3, 3, padding=1, padding_mode="circular")
-        self.norm = nn.GroupNorm(1, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.norm(self.conv(pieces(x))), inplace=True).flatten(1)
+def convolution() -> nn.Module:
+    conv = nn.Conv1d(3, 3, 3, padding=1, padding_mode="circular")
+    parts = {"conv": conv, "norm": nn.GroupNorm(1, 3)}
+    return module_of(
+        lambda m, x: F.relu(m.norm(m.conv(pieces(x))), inplace=True).flatten(1), **parts
+    )
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(2, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(pieces(x))[0].flatten(1)
+def recurrent() -> nn.Module:
+    gru = nn.GRU(2, 2, batch_first=True)
+    return module_of(lambda m, x: m.gru(pieces(x))[0].flatten(1), gru=gru)
 
 
-class Embedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, WIDTH, padding_idx=0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table((x.detach().abs() * 3).long().clamp(max=4)).sum(1)
-
-
-def leaf(function: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: Leaf(function)
+def embedding() -> nn.Module:
+    table = nn.Embedding(5, WIDTH, padding_idx=0)
+    return module_of(
+        lambda m, x: x + m.table((x.detach().abs() * 3).long().clamp(max=4)).sum(1), table=table
+    )
 
 
 LEAVES: dict[str, Callable[[], nn.Module]] = {
@@ -241,9 +227,9 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
     "attention": Attention,
-    "convolution": Convolution,
-    "recurrent": Recurrent,
-    "embedding": Embedding,
+    "convolution": convolution,
+    "recurrent": recurrent,
+    "embedding": embedding,
     "reverse": leaf(lambda m, x: Reverse.apply(m.linear(x), 0.5)),
     "round": leaf(lambda m, x: Round.apply(x * m.weight, 4)),
     "split": leaf(split_function),
@@ -264,18 +250,6 @@ LEAVES: dict[str, Callable[[], nn.Module]] = {
 
 
 # ---------------------------------------------------------------- around others
-
-
-class Around(nn.Module):
-    """A function of (the inner module, x)."""
-
-    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor], inner: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.inner, x)
 
 
 def stopped(inner: nn.Module, x: Tensor) -> Tensor:
@@ -318,11 +292,8 @@ def kinds_of(sentence: tuple[Part, ...]) -> set[str]:
 
 def draws(sentence: tuple[Part, ...], training: bool = True) -> bool:
     """Whether the module draws random numbers."""
-    return any(
-        (x.kind == "dropout" and training and not x.evaluation)
-        or draws(x.inside, training and not x.evaluation)
-        for x in sentence
-    )
+    words = [(x, training and not x.evaluation) for x in sentence]
+    return any((x.kind == "dropout" and trains) or draws(x.inside, trains) for x, trains in words)
 
 
 def build(sentence: tuple[Part, ...], seed: int = 0) -> nn.Module:
@@ -335,7 +306,7 @@ def build(sentence: tuple[Part, ...], seed: int = 0) -> nn.Module:
 def _build(part: Part, first: nn.Linear) -> nn.Module:
     if part.kind in AROUND:
         inner = nn.Sequential(*(_build(x, first) for x in part.inside))
-        module: nn.Module = Around(AROUND[part.kind], inner)
+        module = module_of(lambda m, x: AROUND[part.kind](m.inner, x), inner=inner)
     else:
         module = LEAVES[part.kind]()
         if part.kind == "tied":

@@ -128,13 +128,8 @@ def main(experiments: list[str]) -> None:
         )  # fmt: skip
         solutions = [heft(p).placement for p in problems] if name == "doppler" else None
         with tempfile.TemporaryDirectory() as folder:  # with the checkpoint that a run writes
-            train(
-                config.generator or problems,
-                config=config,
-                baseline=load("single_device"),
-                solutions=solutions,
-                out_dir=folder,
-            )
+            facts = {"baseline": load("single_device"), "solutions": solutions, "out_dir": folder}
+            train(config.generator or problems, config=config, **facts)
         print(name, flush=True)
 
 

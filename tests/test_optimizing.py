@@ -1,8 +1,5 @@
 """``optimize``: one call from a module to a runner, and what it decides from measurements."""
 
-from __future__ import annotations
-
-import json
 import os
 import re
 import threading
@@ -21,7 +18,7 @@ import placement
 from placement import optimizing, pieces, planners
 from placement.__main__ import main
 from placement.capturing import CaptureError
-from placement.cli import BAD_INPUT, OK
+from placement.cli import BAD_INPUT
 from placement.cluster import Cluster, ClusterError, Device
 from placement.executor import Runner, RunnerError
 from placement.optimizing import OptimizeError, optimize, verdict
@@ -33,6 +30,7 @@ from placement.program import InputError
 from placement.runs.ways import TorchCompiled
 from placement.simulator import score
 from placement.tools.shown import count
+from tests.modules import module_of
 
 INPUT = torch.arange(16.0).reshape(2, 8)
 pytestmark = pytest.mark.usefixtures("quick_profiles")
@@ -60,8 +58,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Plans alternate between all devices, and ways take so many seconds, or so much, varied."""
 
     def alternating(problem: Problem) -> Solution:
-        group = problem.graph.group
-        return Solution((group % problem.num_devices).astype(np.int32), 1.0)
+        return Solution((problem.graph.group % problem.num_devices).astype(np.int32), 1.0)
 
     def set_seconds(single: float = 0.0, **took: float | Measured) -> None:
         load = planners.load
@@ -69,32 +66,20 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             planners, "load", lambda n, **o: alternating if n == "best_of" else load(n, **o)
         )
         monkeypatch.setattr(optimizing, "parameters_of", lambda planner: {})
-        monkeypatch.setattr(
-            optimizing,
-            "measure",
-            lambda ways, report: {w: in_seconds(took.get(w, single)) for w in ways},
-        )
+        measure = lambda ways, _: {w: measured(took.get(w, single)) for w in ways}  # noqa: E731
+        monkeypatch.setattr(optimizing, "measure", measure)
 
     return set_seconds
 
 
-def median_s(spread: Spread | None) -> float:
-    assert spread is not None
-    return spread.median_s
-
-
-def in_seconds(took: float | Measured) -> Measured:
-    return took if isinstance(took, Measured) else measured(took)
-
-
-def measured(seconds: float, iqr_s: float = 0.0) -> Measured:
-    spread = Spread(median_s=seconds, iqr_s=iqr_s)
+def measured(took: float | Measured, iqr_s: float = 0.0) -> Measured:
+    if isinstance(took, Measured):
+        return took
+    spread = Spread(median_s=took, iqr_s=iqr_s)
     return Measured(latency_s=spread, period_s=spread, n=5, when="now", machine="here")
 
 
-def test_a_runner_that_computes_what_the_module_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runner_that_computes_what_the_module_does(tmp_path, capsys):
     """Nothing is replaced: it measures, plans, runs, and says in a line what came out."""
     net = module()
     with placement.optimize(net, INPUT, seconds=0.3) as runner:
@@ -104,7 +89,8 @@ def test_a_runner_that_computes_what_the_module_does(
         plan, took = runner.plan, runner.measured
     assert {"plan", "plain"} <= set(took) <= {"plan", "plain", "single"}
     assert plan.measured in took.values() and plan.objective == "period"
-    assert took[runner.kept].period_s == min((m.period_s for m in took.values()), key=median_s)
+    fastest = min((m.period_s for m in took.values()), key=lambda x: x.median_s)
+    assert took[runner.kept].period_s == fastest
     stderr = capsys.readouterr().err.splitlines()[-1]
     assert stderr == f"placement: {verdict(runner)}" and "measured between two results: " in stderr
     plan.save(tmp_path / "plan.json")
@@ -132,9 +118,7 @@ def test_one_device_where_several_do_not_pay(objective: str, in_turns: Callable[
     ("took_s", "iqr_s", "choice"),
     [(1.85e-3, 0.05e-3, "plan"), (1.85e-3, 0.3e-3, "single"), (1.95e-3, 0.01e-3, "single")],
 )
-def test_several_devices_only_if_they_are_clearly_faster(
-    took_s: float, iqr_s: float, choice: str, in_turns: Callable[..., None]
-) -> None:
+def test_several_devices_only_if_they_are_clearly_faster(took_s, iqr_s, choice, in_turns):
     """By some percent, and by more than what one of them measured varies."""
     in_turns(plan=measured(took_s, iqr_s), single=2e-3, plain=9e-3)
     with optimize(module(), INPUT, quiet=True) as runner:
@@ -158,7 +142,7 @@ def test_devices_of_another_kind_are_tried_where_the_profile_finds_them_close(
     monkeypatch.setattr(optimizing, "PARAMS", replace(optimizing.PARAMS, close=np.inf))
     with optimize(module(), INPUT, devices=cluster, quiet=True) as runner:
         assert runner.kept == "single" and set(runner.plan.assignment.values()) == {second.name}
-        assert median_s(runner.plan.measured.period_s) == 2e-3
+        assert runner.plan.measured.period_s.median_s == 2e-3
         torch.testing.assert_close(runner(INPUT), module()(INPUT))
         message = verdict(runner)
     assert f"2 ms on {second.name}" in message and "3 ms as it was planned" in message
@@ -171,9 +155,7 @@ def test_devices_of_another_kind_are_tried_where_the_profile_finds_them_close(
 
 @needs_two
 @pytest.mark.parametrize("fits", [True, False])
-def test_what_takes_longer_than_predicted_is_planned_again(
-    fits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_takes_longer_than_predicted_is_planned_again(fits, monkeypatch):
     """The first plan stays where the second runs out of a GPU's memory."""
     posed, took_s = list[Any](), iter([3e-3, 1e-3])
     answers = [np.array(p, np.int32) for p in ([0, 0, 1, 1], [0, 1, 1, 1])]
@@ -218,9 +200,7 @@ def test_several_devices_where_they_pay(in_turns: Callable[..., None]) -> None:
 
 @needs_two
 @pytest.mark.parametrize("single", [0.9e-3, 2e-3])
-def test_plain_pytorch_where_it_is_the_fastest(
-    single: float, in_turns: Callable[..., None]
-) -> None:
+def test_plain_pytorch_where_it_is_the_fastest(single, in_turns):
     """The runner calls the module, in the calling thread; the better plan stays at hand."""
     in_turns(plan=1e-3, single=single, plain=0.9e-3)  # equal: the simpler one
     net, threads = module(), set(threading.enumerate())
@@ -255,10 +235,7 @@ def test_plain_pytorch_where_it_is_the_fastest(
         ({"single, compiled": 4.9e-3}, "single", False),  # not clearly faster than 5 ms
     ],
 )
-def test_what_is_compiled_takes_turns(
-    in_turns: Callable[..., None], monkeypatch: pytest.MonkeyPatch, took: Any, kept: str,
-    is_compiled: bool, tmp_path: Path,
-) -> None:  # fmt: skip
+def test_what_is_compiled_takes_turns(in_turns, monkeypatch, took, kept, is_compiled, tmp_path):
     """Several devices take 9 ms, one 5, and the module 9; nothing is really compiled."""
     net, calls = module(), list[str]()
 
@@ -294,11 +271,9 @@ def test_a_busy_machine_is_named(in_turns: Callable[..., None]) -> None:
     """One device takes another time than its profile says: the comparison is of a busy moment."""
     in_turns(plan=8e-3, single=9e-3, plain=10e-3)
     with optimize(module(), INPUT, quiet=True) as runner:
-        fallback = runner.plan.fallback
-        assert fallback is not None
+        fallback = runner.plan.fallback.model_copy(update={"period_s": 9e-3})
+        runner.plan = runner.plan.model_copy(update={"fallback": fallback})
         for one_s, busy in ((9e-3, False), (5.9e-3, True), (14e-3, True)):
-            fallback = fallback.model_copy(update={"period_s": 9e-3})
-            runner.plan = runner.plan.model_copy(update={"fallback": fallback})
             runner.measured = {**runner.measured, "single": measured(one_s)}
             runner._one_s = one_s
             text = f"; one device took {one_s * 1e3:g} ms, by its profile 9 ms"
@@ -308,11 +283,7 @@ def test_a_busy_machine_is_named(in_turns: Callable[..., None]) -> None:
 
 
 @needs_two
-def test_a_profile_of_a_busy_hour_is_measured_again(
-    in_turns: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_profile_of_a_busy_hour_is_measured_again(in_turns, monkeypatch, capsys):
     """By the first profile an operator takes 20 ms; one device then takes 2 ms, later 200."""
     asked, real = list[bool](), optimizing.load_or_measure
 
@@ -356,9 +327,7 @@ def test_named_devices(in_turns: Callable[..., None], capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err == ""
 
 
-class Grows(nn.Module):
-    def forward(self, x: Any) -> Any:
-        return x + 1 if x.sum() > 0 else x
+GROWS = module_of(lambda m, x: x + 1 if x.sum() > 0 else x)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +336,7 @@ class Grows(nn.Module):
         ({"module": torch.relu}, OptimizeError, "not a torch.nn.Module"),
         ({"module": nn.Linear}, OptimizeError, "module is a type"),
         ({"module": nn.Linear(8, 8)}, OptimizeError, r"module\.eval\(\) first"),
-        ({"module": Grows().eval()}, CaptureError, "depends"),
+        ({"module": GROWS.eval()}, CaptureError, "depends"),
         ({"objective": "latencies"}, OptimizeError, "did you mean 'latency'"),
         ({"objective": "energy"}, OptimizeError, "cannot be measured"),
         ({"objective": ["period"]}, OptimizeError, "cannot be measured"),
@@ -383,9 +352,7 @@ class Grows(nn.Module):
         ({"inputs": torch.ones(2, 3)}, CaptureError, "shape"),
     ],
 )
-def test_what_is_refused(
-    changes: dict[str, Any], error: type[Exception], says: str, home: Path
-) -> None:
+def test_what_is_refused(changes, error, says, home):
     """In a line, before anything is measured."""
     before = sorted(home.rglob("*"))
     arguments = {"module": module(), "inputs": INPUT, "quiet": True} | changes
@@ -395,39 +362,31 @@ def test_what_is_refused(
     assert sorted(home.rglob("*")) == before
 
 
-def test_results_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizing, "difference", lambda *_: "output 0 is not close")
-    threads = set(threading.enumerate())
-    with pytest.raises(OptimizeError, match="differ from those of the module: output 0"):
-        optimize(module(), INPUT, quiet=True)
-    assert set(threading.enumerate()) <= threads
-
-
-def test_an_interrupt_leaves_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_results_that_differ_nor_an_interrupt_leave_workers(monkeypatch):
     def interrupted(ways: Any, report: Any) -> Any:
         for once, _ in ways.values():
             once()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(optimizing, "measure", interrupted)
     threads = set(threading.enumerate())
-    with pytest.raises(KeyboardInterrupt):
-        optimize(module(), INPUT, quiet=True)
-    assert set(threading.enumerate()) <= threads
+    for name, fake, error, message in (
+        ("difference", lambda *_: "output 0", OptimizeError, "differ from .* module: output 0"),
+        ("measure", interrupted, KeyboardInterrupt, ""),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(error, match=message):
+            patch.setattr(optimizing, name, fake)
+            optimize(module(), INPUT, quiet=True)
+        assert set(threading.enumerate()) <= threads
 
 
-def test_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: Any) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["optimize", "tiny_mlp", "--seconds", "0.3", "--objective", "latency"]
-    assert main([*words, "--out", "plan.json"]) == OK
-    out, err = capsys.readouterr()
+    out, err = says([*words, "--out", "plan.json"])
     assert "plain PyTorch" in out
     assert "plan written to plan.json; next: placement run plan.json" in err
     assert load_plan("plan.json").graph.workload == "tiny_mlp"
-    assert main([*words, "--json"]) == OK
-    got = json.loads(capsys.readouterr().out)
+    got = says([*words, "--json"]).json
     keys = {"kept", "objective", "planner", "assignments", "predicted", "measured"}
     assert set(got) == keys | {"compiled", "compiled_as", "pieces"}
     assert got["objective"] == "latency" and {"plan", "plain"} <= set(got["measured"])
@@ -446,13 +405,7 @@ def test_the_command(
         (["mine"], "mine.py is here: name a function of it, mine:function"),
     ],
 )
-def test_the_command_refuses(
-    words: list[str],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_command_refuses(words, says, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").touch()
     assert main(["optimize", *words]) == BAD_INPUT
@@ -485,9 +438,7 @@ def test_pieces_are_tried_as_compiled_runs(monkeypatch: pytest.MonkeyPatch) -> N
     """They are cut for such, planned by their costs, and kept where they are the fastest."""
     large = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).eval()
     x = torch.randn(1024, 256)
-    cut_for: list[bool] = []
-    costs: list[bool] = []
-    names: list[str] = []
+    cut_for, costs, names = list[bool](), list[bool](), list[str]()
 
     def cut(graph: Any, shares: Any, **options: Any) -> Any:
         cut_for.append(options["compiled"])
@@ -500,12 +451,10 @@ def test_pieces_are_tried_as_compiled_runs(monkeypatch: pytest.MonkeyPatch) -> N
         costs.append(graph.piece is not None)
         raise ProfileError("not measured")
 
-    def measured(ways: Any, report: Any) -> Any:
+    def fake(ways: Any, report: Any) -> Any:
         names[:] = ways
         took = {w: 1.0 if "compiled" in w and costs == [False, True] else 2.0 for w in ways}
-        spreads = {w: Spread.of([s] * 3) for w, s in took.items()}
-        facts: Any = {"n": 3, "when": "2026-11-29T00:00:00+00:00", "machine": "here"}
-        return {w: Measured(latency_s=s, period_s=s, **facts) for w, s in spreads.items()}
+        return {w: measured(s) for w, s in took.items()}
 
     monkeypatch.setattr("placement.optimizing.missing_compiler", lambda: "")
     monkeypatch.setattr("placement.optimizing._doubt", lambda _: "")
@@ -513,7 +462,7 @@ def test_pieces_are_tried_as_compiled_runs(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("placement.optimizing.split", cut)
     monkeypatch.setattr("placement.optimizing.Moves.of", lambda _: Moves())  # of a quiet machine
     monkeypatch.setattr("placement.optimizing.load_or_measure_compiled", measured_compiled)
-    monkeypatch.setattr("placement.optimizing.measure", measured)
+    monkeypatch.setattr("placement.optimizing.measure", fake)
     monkeypatch.setattr("placement.executor.compiled.Artefacts.of", built)
     monkeypatch.setattr(Runner, "num_compiled", 1)
     with optimize(large, (x,), objective="latency", quiet=True, seconds=1.0, pieces=2) as runner:

@@ -17,15 +17,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import fx, nn
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.utils import _pytree as pytree
 
-from placement import exporters, importers, planners, schedulers
+from placement import exporters, importers, planners, schedulers, workloads
 from placement.__main__ import main
 from placement.capturing import capture
 from placement.cluster import Cluster, Device
 from placement.costs import predictors
 from placement.exporters import Exported, ExportError, Inexpressible, moved
+from placement.exporters._modules import Forward
+from placement.exporters._torchrun import past_a_stage, send_contiguous, tensors_only
 from placement.plan import Plan, make_plan
 from placement.problem import Problem, Solution
 from placement.schedulers import load as load_scheduler
@@ -36,20 +42,10 @@ from tests.problems import chain, small_problem
 ROOT = Path(__file__).parents[2]
 GPUS = ("cuda:0", "cuda:1")
 
-# A decoder of two layers, as capture gives it: operators in the order in which they run.
-MODULES = (
-    "",  # 0: positions, made by the model itself
-    "embed",
-    "layers.0.attn",  # 2
-    "layers.0",  # 3: a residual addition
-    "layers.0.mlp",
-    "layers.1.attn",  # 5
-    "layers.1",
-    "layers.1.mlp",
-    "norm",  # 8
-    "",  # 9: a view
-    "head",
-)
+# A decoder of two layers, as capture gives it: operators in the order in which they run. The model
+# itself makes positions (0) and a view (9), each layer a residual addition (3 and 6).
+LAYERS = [f"layers.{i}{part}" for i in (0, 1) for part in (".attn", "", ".mlp")]
+MODULES = ("", "embed", *LAYERS, "norm", "", "head")
 NAMES = [{1: "embedding", 2: "attention", 5: "attention_1"}.get(i, f"op{i}") for i in range(11)]
 PARAMETERS = {f"{m}.weight": (i,) for i, m in enumerate(MODULES) if m and i not in (3, 6)}
 
@@ -138,8 +134,6 @@ def test_plans_without_modules_are_refused(name: str) -> None:
 
 def test_nearest_moves_as_few_operators_as_possible() -> None:
     """Against every way to cut the units between two devices in the plan's order."""
-    from placement.exporters._modules import Forward
-
     random = np.random.default_rng(0)
     for _ in range(50):
         on = random.integers(2, size=len(MODULES)).tolist()
@@ -205,10 +199,8 @@ def test_device_map_covers_every_parameter() -> None:
         return json.loads(export("huggingface", plan).files[""])
 
     assert entries([0] * 11) == {"": "cuda:0"}
-    assert entries(CUT) == {
-        **dict.fromkeys(["embed", "layers.0"], "cuda:0"),
-        **dict.fromkeys(["layers.1", "norm", "head"], "cuda:1"),
-    }
+    first = dict.fromkeys(["embed", "layers.0"], "cuda:0")
+    assert entries(CUT) == first | dict.fromkeys(["layers.1", "norm", "head"], "cuda:1")
     more = {
         "layers.0.spare": (),  # nobody reads it, in a module that is split itself
         "layers.1.attn.bias": (),  # nobody reads it, in a module that is mapped
@@ -244,8 +236,6 @@ def test_accelerate_runs_any_cut(name: str, monkeypatch: Any) -> None:
     """A sample of all contiguous cuts, on pretended GPUs; and both in turns."""
     accelerate = pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
-    import torch
-
     module, inputs = consumers.family(name)
     p = consumers.problem_of(consumers.captured(name))
     with torch.no_grad():
@@ -308,13 +298,10 @@ def test_devices_that_torch_does_not_have_are_refused(name: str) -> None:
     assert export(name, plan_of([1] * 11, problem(devices=("npu:0", "cuda:1"))))
 
 
-def test_a_list_with_other_modules_beside_its_layers() -> None:
+def test_a_list_may_have_other_modules_beside_its_layers_which_must_run_in_order() -> None:
     names = ("embedding", "softmax", "linear")
     p = problem(("0", "1", "head"), names=names)  # nn.Sequential with add_module("head", ...)
     assert "VLLM_PP_LAYER_PARTITION=1,1\n" in str(export("vllm", plan_of([0, 1, 1], p)).files[""])
-
-
-def test_layers_must_run_in_order() -> None:
     with pytest.raises(ExportError, match="do not run one after the other"):
         export("vllm", plan_of([0, 0, 0], problem(("layers.0", "layers.1", "layers.0"))))
 
@@ -352,24 +339,13 @@ def test_llama_cpp() -> None:
         export("llama_cpp", plan_of(CUT, problem(devices=("cpu:0", "cpu:1"))))
 
 
+SDPA = ("scaled_dot_product_attention", "scaled_dot_product_attention_1")
 NETS = {  # not a decoder: operators by module, and what is said
     "convolutions": (("down.0", "down.1", "up"), ("conv2d", "conv2d_1", "conv2d_2"), "looks tok"),
-    "labelled convolutions": (
-        ("label", "down.0", "down.1"),
-        ("embedding", "conv2d", "softmax"),
-        "they are convolutions",
-    ),
+    "labelled": (("label", "down.0", "down.1"), ("embedding", "conv2d", "softmax"), "are convol"),
     "recommender": (("table", "top.0", "top.1"), ("embedding", "linear", "relu"), "no attention"),
-    "vision transformer": (
-        ("patch", "layers.0", "layers.1"),
-        ("conv2d", "scaled_dot_product_attention", "scaled_dot_product_attention_1"),
-        "looks tokens up",
-    ),
-    "encoder": (
-        ("embed", "encoder.layer.0", "encoder.layer.1"),
-        ("embedding", "scaled_dot_product_attention", "scaled_dot_product_attention_1"),
-        r"has an encoder \('encoder'\)",
-    ),
+    "vision transformer": (("patch", "layers.0", "layers.1"), ("conv2d", *SDPA), "looks tokens up"),
+    "encoder": (("embed", "encoder.0", "encoder.1"), ("embedding", *SDPA), r"has .* \('encoder'\)"),
 }
 
 
@@ -396,9 +372,7 @@ def test_real_decoders_are_told_from_others(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dlrm_tiny", "convnext_tiny", "lstm_tiny", "t5_tiny"])
 def test_shipped_models_that_are_no_decoders(name: str) -> None:
-    from placement.workloads import load
-
-    p = consumers.problem_of(capture(*load(name)))
+    p = consumers.problem_of(capture(*workloads.load(name)))
     for program in ("vllm", "llama_cpp", "megatron"):
         with pytest.raises(ExportError, match=r"decoder layers|no list of layers|do not run one"):
             export(program, consumers.placed(p, [0] * p.num_ops))
@@ -408,11 +382,9 @@ def test_deepspeed_says_what_the_layers_are() -> None:
     """``PipelineModule`` takes any list of layers; whose is for the reader to make."""
     modules, names, _ = NETS["convolutions"]
     exported = export("deepspeed", plan_of([0, 1, 1], problem(modules, names=names)))
-    assert json.loads(exported.files[""]) == {
-        "num_stages": 2,
-        "parts": [0, 1, 3],
-        "layers": ["down.0", "down.1", "behind down.1"],
-    }
+    layers = ["down.0", "down.1", "behind down.1"]
+    expected = {"num_stages": 2, "parts": [0, 1, 3], "layers": layers}
+    assert json.loads(exported.files[""]) == expected
     assert "whose layers are those that the file names" in exported.note
 
 
@@ -463,11 +435,6 @@ def test_deepspeed_names_layers_that_must_be_tied() -> None:
 
 
 def test_torch_gives_stages_copies_whose_gradients_nobody_adds_up() -> None:
-    import torch
-    from torch import nn
-    from torch.distributed.pipelining import SplitPoint, pipeline
-    from torch.utils import _pytree as pytree
-
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
     model[2].weight = model[0].weight
     pipe = pipeline(model, (torch.arange(6),), split_spec={"1": SplitPoint.BEGINNING})
@@ -542,37 +509,36 @@ def test_torchtitan() -> None:
         config(INSIDE)
 
 
-def training(*, scheduler: str) -> tuple[Problem, Plan]:
+def training(scheduler: str) -> Plan:
     """Two layers, forward and backward, of which a scheduler makes the order."""
     names = ("a", "b", "b_backward", "a_backward")
     p = problem(("layers.0", "layers.1", "layers.1", "layers.0"), names=names, num_backward=2)
     on = np.array([0, 1, 1, 0], np.int32)
     schedule = load_scheduler(scheduler)(p, on, p.num_microbatches)
-    return p, plan_of(on.tolist(), p, schedule=schedule)
+    return plan_of(on.tolist(), p, schedule=schedule)
 
 
-def test_order_as_actions_of_torch() -> None:
-    _, plan = training(scheduler="one_f_one_b")
-    exported = export("torchtitan", plan)
-    # a: |0F0 0F1 0B0 0F2 0B1 ...|  with the last stage one forward, one backward
-    rows = ["0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"]
-    assert str(exported.files[".csv"]).splitlines() == rows
-    schedule = json.loads(exported.files[""])["pipeline_parallel_schedule"]
-    assert schedule == "_PipelineScheduleRuntime"
-
-
-@pytest.mark.parametrize("scheduler", ["gpipe", "one_f_one_b"])
-def test_torch_accepts_the_schedule(scheduler: str) -> None:
+def accepted_by_torch(plan: Plan) -> list[str]:
+    """The actions of each rank, once torch has found them complete and in order."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    _, plan = training(scheduler=scheduler)
     rows = str(export("torchtitan", plan).files[".csv"]).splitlines()
     actions = {k: [*map(schedules._Action.from_str, x.split(","))] for k, x in enumerate(rows)}
     assert schedules._validate_schedule(actions, 2, 2, plan.num_microbatches) == {0: 0, 1: 1}
+    return rows
+
+
+def test_order_as_actions_of_torch() -> None:
+    plan = training("one_f_one_b")
+    # a: |0F0 0F1 0B0 0F2 0B1 ...|  with the last stage one forward, one backward
+    rows = ["0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3", "1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3"]
+    assert accepted_by_torch(plan) == rows
+    schedule = json.loads(export("torchtitan", plan).files[""])["pipeline_parallel_schedule"]
+    assert schedule == "_PipelineScheduleRuntime"
+    accepted_by_torch(training("gpipe"))
 
 
 def test_gradients_that_run_together_are_one_backward() -> None:
     """Torch wants weights' behind inputs', which the first stage may not have."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     names = ("a", "b", "b_backward", "b_weight_backward", "a_weight_backward")
     p = problem([f"layers.{x.startswith('b'):d}" for x in names], names=names, num_backward=3)
     late = [("b", 0), (names[2], 0), ("b", 1), (names[3], 0), (names[2], 1), (names[3], 1)]
@@ -581,10 +547,8 @@ def test_gradients_that_run_together_are_one_backward() -> None:
         "cuda:1": (*late, *((op, m) for m in (2, 3) for op in names[1:4])),
     }
     plan = plan_of([0, 1, 1, 1, 0], p).model_copy(update={"order": order})
-    rows = str(export("torchtitan", plan).files[".csv"]).splitlines()
-    assert rows == ["0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3", "1F0,1I0,1F1,1W0,1B1,1F2,1B2,1F3,1B3"]
-    actions = {i: [*map(schedules._Action.from_str, row.split(","))] for i, row in enumerate(rows)}
-    assert schedules._validate_schedule(actions, 2, 2, 4) == {0: 0, 1: 1}
+    rows = ["0F0,0B0,0F1,0B1,0F2,0B2,0F3,0B3", "1F0,1I0,1F1,1W0,1B1,1F2,1B2,1F3,1B3"]
+    assert accepted_by_torch(plan) == rows
 
 
 def test_an_order_that_leaves_a_stage_half_way_is_refused() -> None:
@@ -629,11 +593,6 @@ def test_torch_is_not_asked_for_1f1b_of_fewer_micro_batches_than_it_takes() -> N
 def test_torch_pipelining_splits_any_cut(name: str) -> None:
     """A sample of all contiguous cuts: torch finds the stages; they compute what the model does."""
     pytest.importorskip("transformers")
-    import torch
-    from torch.distributed.pipelining import SplitPoint, pipeline
-
-    from placement.exporters._torchrun import past_a_stage, send_contiguous, tensors_only
-
     module, inputs = consumers.family(name)
     p = consumers.problem_of(consumers.captured(name), ("cpu:0", "cpu:1"))
     with torch.no_grad():
@@ -671,15 +630,11 @@ def test_hostile_names_are_data_in_scripts() -> None:
 
 def cores_plan(mode: str) -> Plan:
     """The three layers of a small model on two cores: in turns, or to be trained by 1F1B."""
-    from placement.workloads import load_training
-
-    module, example, loss = load_training("tiny_mlp")
-    if mode == "training":
-        graph = capture(module, example, mode="training", loss=loss)
-    else:
-        graph = capture(module, example[0])
+    module, example, loss = workloads.load_training("tiny_mlp")
+    how = {"mode": "training", "loss": loss} if mode == "training" else {}
+    graph = capture(module, example if how else example[0], **how)
     p = consumers.problem_of(graph, ("cpu:0", "cpu:1"))
-    first = {"0", "1", "4"} if mode == "inference" else {"0", "1", "2"}
+    first = {"0", "1", "2" if how else "4"}
     return consumers.placed(p, [int(m not in first) for m in graph.op_module])
 
 
@@ -693,23 +648,15 @@ def test_torchrun_trains_as_the_module_does(tmp_path: Path) -> None:
     assert main(["export", str(plan), "--to", "torch_pipelining", "--out", str(script)]) == 0
     assert json.loads(script.with_suffix(".json").read_text())["split_points"] == ["3"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, str(script), "placement.workloads.tiny:tiny_mlp"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
+    command = [*torchrun, str(script), "placement.workloads.tiny:tiny_mlp"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=env)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert (answer["stages"], answer["schedule"]) == (2, "1F1B") and answer["equal"]
 
 
 def test_connections_past_a_stage_are_found() -> None:
-    from torch import fx
-
-    from placement.exporters._torchrun import past_a_stage
-
     def stages(*reads: tuple[int, ...]) -> fx.Graph:
         """Stage i + 1 reads one of the outputs of each of the stages ``reads[i]``."""
         graph = fx.Graph()
@@ -751,12 +698,10 @@ def onnx_plan(folder: Path, devices: tuple[str, ...], on: list[int]) -> tuple[st
     from onnx import helper, numpy_helper
 
     weight = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
-    scale = helper.make_node(
-        "Constant", [], ["scale"], value=numpy_helper.from_array(np.full(4, 0.5, np.float32))
-    )
+    half = numpy_helper.from_array(np.full(4, 0.5, np.float32))
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["a"], name="first);cpu(=x"),
-        scale,
+        helper.make_node("Constant", [], ["scale"], value=half),
         helper.make_node("Relu", ["a"], ["b"], name="$(touch pwned)"),
         helper.make_node("Mul", ["b", "scale"], ["c"]),
         helper.make_node("MatMul", ["c", "w"], ["y"], name="last"),
@@ -898,9 +843,9 @@ def test_openvino_covers_every_node(tmp_path: Path) -> None:
     of_type = {x.get_type_name(): of[x.get_friendly_name()] for x in model.get_ordered_ops()}
     assert of_type["Relu"] == of_type["Multiply"] == of["scale"] == "GPU.1"
     assert of_type["Parameter"] == of_type["Result"] == of["last" if "last" in of else "y"] == "CPU"
-    with pytest.raises(ExportError, match="knows no device 'cuda:0'"):
-        export("openvino", onnx_plan(tmp_path, GPUS, [0, 0, 1, 1])[1], model=path)
     named = onnx_plan(tmp_path, GPUS, [0, 0, 1, 1])[1]
+    with pytest.raises(ExportError, match="knows no device 'cuda:0'"):
+        export("openvino", named, model=path)
     both = export("openvino", named, model=path, devices="cuda:0=GPU.0,cuda:1=CPU")
     assert set(json.loads(both.files[""]).values()) == {"GPU.0", "CPU"}
     with pytest.raises(Inexpressible, match=r"are one device \(CPU\)"):
@@ -944,15 +889,6 @@ def test_command(saved: tuple[Path, Path], says: Any) -> None:
     assert predicted == {"latency_s": [11.0, 11.0], "period_s": [7.0, 6.0]}
 
 
-def test_a_profile_is_for_models(tmp_path: Path, says: Any) -> None:
-    plan, model = tmp_path / "plan.json", tmp_path / "problem.json"
-    plan_of(CUT, problem()).save(plan)
-    importers.save(problem(), model)
-    command = ["export", plan, "--to", "csv", "--model", model]
-    said = says([*command, "--out", tmp_path / "x.csv", "--profile", "x.npz"], 2).err
-    assert "--profile is for models" in said
-
-
 def test_an_option_may_have_any_name() -> None:
     for package in (exporters, planners, schedulers, predictors):
         for option in ("name", "self"):
@@ -973,17 +909,19 @@ def test_nearest_that_does_not_fit_is_refused(tmp_path: Path, says: Any) -> None
 
 
 def test_usage_errors(saved: tuple[Path, Path], says: Any, monkeypatch: Any) -> None:
-    plan, _ = saved
+    plan, model = saved
 
-    def error(*words: str) -> str:
+    def error(*words: str | Path) -> str:
         return str(says(["export", plan, *words], 2).err)
 
     out = str(plan.with_name("x.json"))
+    profile = ["--to", "csv", "--out", out, "--profile", "x.npz"]
     for words, message in (
         ([], "missing: --to NAME, --out FILE; exporters: placement export --list"),
         (["--to", "x", "--out", out], "no exporter 'x'; exporters are"),
         (["layers", "--to", "vllm", "--out", out], "exporter options are given as option=value"),
-        (["--to", "csv", "--out", out, "--profile", "x.npz"], "name the file with --model FILE"),
+        (profile, "name the file with --model FILE"),
+        ([*profile, "--model", model], "--profile is for models"),
         (["--to", "csv", "--out", str(plan)], "is in use; name another file"),
     ):
         assert message in error(*words)
