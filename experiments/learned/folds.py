@@ -116,6 +116,7 @@ PPO, PPO_UNTRAINED = "PPO", "PPO, untrained"
 TUNED, UNTRAINED, BEST_RULE, ONE_DEVICE = "tuned rule", "untrained", "rules", "single_device"
 LEARNED = (UNTRAINED, MESSAGES, PERCEPTRON, DRAWN, LABELS, TUNED, PPO_UNTRAINED, PPO)
 OTHERS = ("contiguous_dp", "order_search", "best_of", "cp_sat")
+DECIDE = (UNTRAINED, MESSAGES, PERCEPTRON)  # what the endpoint is about
 
 
 @dataclass(frozen=True)
@@ -627,10 +628,12 @@ def endpoint(rows: Sequence[Row], objective: str) -> dict[str, Any]:
     """Message passing at 100 ms, and whether that is what was aimed for."""
     mine = [r for r in decides(rows) if r.objective == objective]
     against = over(mine, MESSAGES, 0.1, BEST_RULE, True)
+    before = over(mine, MESSAGES, 0.1, UNTRAINED)
     return {
         "objective": objective,
         "rules": percent(against),
-        "untrained": percent(over(mine, MESSAGES, 0.1, UNTRAINED)),
+        "untrained": percent(before),
+        "by_training": "yes" if before.high < 1 else "no",
         "perceptron": percent(over(mine, MESSAGES, 0.1, PERCEPTRON)),
         "first": percent(first_decode(mine)),
         "reached": "yes" if against.high <= 1 + GOAL else "no",
@@ -673,6 +676,7 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
             Column("against the best of all rules", "rules"),
             Column("-1 % reached", "reached"),
             Column("against itself untrained", "untrained"),
+            Column("training is a cause", "by_training"),
             Column("against the perceptron", "perceptron"),
             Column("one decode, against untrained", "first"),
         ),
@@ -696,20 +700,19 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
             Column("processor seconds of a training", cost, 0),
         ),
         "seeds_done": sum(is_finished(rows, seed) for seed in range(10)),
+        "decided": done(rows),
     }
 
 
 def done(rows: Sequence[Row]) -> str:
-    """How many seeds of the endpoint's arm there are, in words."""
-    ran = Counter((r.seed, r.objective) for r in rows if r.arm == MESSAGES)
-    whole = sum(all(ran[s, o] == len(cases(o)) for o in OBJECTIVES) for s in range(10))
-    return f"{whole} of 10 seeds"
+    """How many seeds of the endpoint's arms are finished, in words."""
+    return f"{sum(is_finished(rows, seed, DECIDE) for seed in range(10))} of 10 seeds"
 
 
-def is_finished(rows: Sequence[Row], seed: int) -> bool:
-    """Whether every arm has been judged with it on everything."""
+def is_finished(rows: Sequence[Row], seed: int, arms: Sequence[str] = LEARNED) -> bool:
+    """Whether each of these arms has been judged with it on everything."""
     ran = Counter((r.arm, r.objective) for r in rows if r.seed == seed)
-    return all(ran[a, o] == len(cases(o)) for a in LEARNED for o in OBJECTIVES)
+    return all(ran[a, o] == len(cases(o)) for a in arms for o in OBJECTIVES)
 
 
 def plot(rows: Sequence[Row], path: Path, options: Options) -> None:

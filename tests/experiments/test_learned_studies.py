@@ -343,7 +343,8 @@ def test_an_arm_is_compared_with_rules_and_with_another_of_the_same_seed() -> No
     for base in ("rules", "untrained"):
         mean = folds.over(rows, folds.MESSAGES, 0.1, base)
         assert (mean.value, mean.count) == (pytest.approx(0.375**0.5), 1)
-    assert folds.endpoint(rows, "latency")["reached"] == "yes"  # 0.5 to 0.75 are below 0.99
+    told = folds.endpoint(rows, "latency")
+    assert told["reached"] == told["by_training"] == "yes"  # 0.5 to 0.75 are below 0.99
     same = [fold_row("a", folds.MESSAGES, seed, 2.0) for seed in range(3)]
     assert folds.endpoint([*rows[:2], *same], "latency")["reached"] == "no"
     page = folds.parts(rows, Namespace())
