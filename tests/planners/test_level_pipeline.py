@@ -13,14 +13,8 @@ from placement.graph import levels
 from placement.planners import load
 from placement.planners.level_balance import balance
 from placement.planners.level_pipeline import level_s, stages
-from placement.problem import Problem
 from placement.testing import check_planner
-from tests.problems import DIAMOND, random_problem, small_problem
-
-
-def make(compute_s, edges, send_s: float = 0.0, group=None) -> Problem:
-    """Float ``[N, D]`` seconds; every tensor takes ``send_s``."""
-    return small_problem(compute_s, edges, link=(send_s,), group=group)
+from tests.problems import DIAMOND, chain, random_problem, small_problem
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,7 +35,7 @@ def test_seconds_of_a_level_on_a_team() -> None:
     # Level 0: 6 s on d0 or 3 s on d1: together 2 s, but one operator takes 3. Level 1: two
     # operators of 4 s on either: 4 s. Level 2: only d2 can, which is not of the team.
     inf = np.inf
-    problem = make([[6, 3, 1], [4, 4, 1], [4, 4, 1], [inf, inf, 7]], DIAMOND)
+    problem = small_problem([[6, 3, 1], [4, 4, 1], [4, 4, 1], [inf, inf, 7]], DIAMOND)
     team = np.array([True, True, False])
     level = levels(problem.graph.edges, problem.num_ops)
     assert level_s(problem, level, team).tolist() == [3, 4, 0]
@@ -52,7 +46,8 @@ def test_chains_become_a_pipeline_where_level_balance_cannot() -> None:
     # every hand-over; the pipeline pays once.
     #   d0 | op0 1  op1 2  op2 3 | op0 ...
     #   d1 |                     | op3 4  op4 2
-    problem = make([[1, 1], [2, 2], [3, 3], [4, 4], [2, 2]], [(i, i + 1) for i in range(4)], 0.5)
+    seconds = [[1, 1], [2, 2], [3, 3], [4, 4], [2, 2]]
+    problem = small_problem(seconds, chain(5), link=(0.5,))
     solution = load("level_pipeline")(problem)
     assert solution.placement.tolist() == [0, 0, 0, 1, 1]
     assert solution.value_s == pytest.approx(6)
@@ -60,7 +55,7 @@ def test_chains_become_a_pipeline_where_level_balance_cannot() -> None:
 
 def test_wide_levels_stay_whole_where_that_is_better() -> None:
     # One level of four unequal operators: nothing to cut, one team of both devices.
-    problem = make([[3, 3], [2, 2], [2, 2], [1, 1]], [])
+    problem = small_problem([[3, 3], [2, 2], [2, 2], [1, 1]])
     solution = load("level_pipeline")(problem)
     assert solution.value_s == pytest.approx(4)
     assert solution.placement.tolist() == load("level_balance")(problem).placement.tolist()
@@ -70,7 +65,7 @@ def test_two_teams_of_two() -> None:
     # Four levels of two operators, 1 s each, every hand-over dear: two teams, each with two
     # chains. d0 and d1 have the levels 0 and 1, d2 and d3 the others.
     edges = [(a, a + 2) for a in range(6)]
-    problem = make(np.ones((8, 4)), edges, 0.4)
+    problem = small_problem(np.ones((8, 4)), edges, link=(0.4,))
     level = levels(problem.graph.edges, problem.num_ops)
     team = np.repeat(np.array([[1, 1, 0, 0], [0, 0, 1, 1]], bool), 2, axis=0)
     choice = balance(problem, level, team=team)
@@ -79,7 +74,7 @@ def test_two_teams_of_two() -> None:
 
 
 def test_a_group_that_its_team_cannot_run_goes_elsewhere() -> None:
-    problem = make([[1, np.inf], [np.inf, 1]], [(0, 1)])
+    problem = small_problem([[1, np.inf], [np.inf, 1]], [(0, 1)])
     team = np.array([[False, True], [True, False]])
     level = levels(problem.graph.edges, problem.num_ops)
     assert balance(problem, level, team=team).tolist() == [0, 1]

@@ -354,8 +354,7 @@ def contiguous(problem: Problem) -> list[np.ndarray]:
 def bottleneck(problem: Problem, placement: np.ndarray) -> float:
     """The slowest device, from the definition: compute and blocking sends, or receptions."""
     g = problem.graph
-    work = np.zeros(problem.num_devices)
-    received = np.zeros(problem.num_devices)
+    work, received = np.zeros((2, problem.num_devices))
     for n, d in enumerate(placement):
         work[d] += problem.compute_s[n, d]
     for t in range(g.num_tensors):
@@ -535,9 +534,8 @@ def test_best_of_says_what_it_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "peft" in solution.stats["skipped"]
 
 
-@pytest.fixture
-def peft_takes_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a clock that otherwise stands still."""
+def test_best_of_begins_no_slow_planner_without_a_clock_late_unless_nothing_fits(monkeypatch):
+    """Only peft takes time here, 3 s."""
     now, run = [0.0], Search.run
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
@@ -546,20 +544,12 @@ def peft_takes_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(self, planner, *rest)
 
     monkeypatch.setattr(Search, "run", slowly)
-
-
-@pytest.mark.usefixtures("peft_takes_three_seconds")
-def test_best_of_begins_no_slow_planner_without_a_clock_late() -> None:
-    """Of 8 s, m_etf could take more than what is left after peft; heft comes first."""
+    # Of 8 s, m_etf could take more than what is left after peft; heft comes first.
     for seconds, ran in ((8, {"peft", "heft"}), (20, {"peft", "m_etf", "heft"})):
         some = ("peft", "m_etf", "heft")
         solution = load("best_of", planners=some, seconds=seconds, search_on=False)
         assert set(solution(random_small(0)).stats["values_s"]) == ran
-
-
-@pytest.mark.usefixtures("peft_takes_three_seconds")
-def test_best_of_goes_on_while_nothing_fits() -> None:
-    """Of 5 s: m_etf is begun although it may take as long as peft."""
+    # While nothing fits, m_etf is begun although it may take as long as peft: of 5 s.
     full = make([[1, 1]] * 4, chain(4), param_bytes=10, memory_bytes=[15, 15])
     solution = load("best_of", planners=("peft", "m_etf"), seconds=5)(full)
     assert set(solution.stats["values_s"]) == {"peft", "m_etf"}

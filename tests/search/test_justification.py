@@ -20,16 +20,12 @@ from tests.problems import random_problem, small_problem
 from tests.search.test_order_search import plain, started
 
 
-def on_equal_machines(seconds: list[float], edges: list[tuple[int, int]], count: int) -> Problem:
-    """Operators on ``count`` equal machines, between which nothing takes time."""
-    compute_s = np.tile(np.array(seconds)[:, None], count)
-    return small_problem(compute_s, edges, link=(0.0, 1e30), objective="latency")
-
-
 def random_graph(seed: int, num_ops: int, count: int) -> Problem:
+    """Operators on ``count`` equal machines, between which nothing takes time."""
     rng = np.random.default_rng(seed)
     edges = [(a, b) for b in range(num_ops) for a in range(b) if rng.random() < 0.15]
-    return on_equal_machines(rng.integers(1, 10, num_ops).astype(float).tolist(), edges, count)
+    seconds = np.tile(rng.integers(1, 10, (num_ops, 1)), count)
+    return small_problem(seconds, edges, link=(0.0, 1e30), objective="latency")
 
 
 @settings(max_examples=30, deadline=None)

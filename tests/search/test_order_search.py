@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement.cluster import Cluster, Device, Link
 from placement.plan import load_plan, make_plan
 from placement.planners import PlannerError, load
 from placement.planners.order_search import (
@@ -51,17 +50,16 @@ RNG = np.random.default_rng
 
 def measured(problem: Problem) -> Problem:
     """The problem with all that makes times depend on what else happens, but memory suffices."""
-    cluster = Cluster("roomy", tuple(Device(d.name, d.kind) for d in problem.cluster.devices))
     links = {"wake_s": 0.3, "send_s": 0.1, "receive_s": lambda x: 0.2 * (x.src < x.dst)}
     slower = problem.compute_s * RNG(0).uniform(1.0, 2.0, problem.compute_s.shape)
-    problem = altered(problem, links=links, loaded_s=slower)
-    return replace(problem, cluster=cluster, objective="latency")
+    problem = altered(problem, {"memory_bytes": 2**62}, links, loaded_s=slower)
+    return problem.with_objective("latency")
 
 
 def free(problem: Problem) -> Problem:
     """The problem with links that take no time."""
-    links = tuple(Link(x.src, x.dst, 0.0, np.inf) for x in problem.profile.links)
-    return replace(problem, profile=replace(problem.profile, links=links, transfer_s=None))
+    links = {"latency_s": 0.0, "bandwidth_bytes_per_s": np.inf}
+    return altered(problem, links=links, transfer_s=None)
 
 
 def random_sequence(problem: Problem, seed: int) -> np.ndarray:
