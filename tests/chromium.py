@@ -1,7 +1,5 @@
 """A headless Chromium that tests drive over its DevTools protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -64,9 +62,8 @@ class Page:
 
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression; promises are waited for."""
-        answer = self.call(
-            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
-        )
+        asked = {"expression": script, "returnByValue": True, "awaitPromise": True}
+        answer = self.call("Runtime.evaluate", **asked)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -87,13 +84,8 @@ class Page:
         self.until("document.documentElement?.dataset.ready")
 
     def resize(self, width: int, height: int) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 500,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def theme(self, dark: bool) -> None:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

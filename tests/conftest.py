@@ -72,10 +72,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples every time: few, as more say the same. And no deadline: the machine may be busy.
-slow = [HealthCheck.too_slow]
-settings.register_profile(
-    "suite", max_examples=50, deadline=None, derandomize=True, suppress_health_check=slow
-)
+patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("suite", max_examples=50, derandomize=True, **patient)
 # For a property whose claim is a number of cases: pytest --hypothesis-profile many -k NAME
 settings.register_profile("many", settings.get_profile("suite"), max_examples=2000)
 settings.load_profile("suite")

@@ -1,7 +1,5 @@
 """The examples run, in an empty folder, as they are in the repository."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json
@@ -39,9 +37,7 @@ OWN = ("own_encoder.py", "own_environment.py", "own_reward.py", "own_generator.p
 
 
 @pytest.mark.parametrize("name", ["train_ppo.py", "cleanrl_ppo.py"])
-def test_a_first_agent_learns(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_first_agent_learns(name, capsys, monkeypatch):
     learn = PPO.learn
     monkeypatch.setattr(PPO, "learn", lambda agent, steps: learn(agent, min(steps, 2_000)))
     run(name)
@@ -54,9 +50,7 @@ def test_a_first_agent_learns(
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_a_seam_of_ones_own(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_seam_of_ones_own(name, capsys, monkeypatch):
     assert len((EXAMPLES / name).read_text().splitlines()) <= 40
     monkeypatch.syspath_prepend(str(EXAMPLES))
     config = partial_of(TrainConfig, total_steps=320, num_checks=1, num_envs=8)
@@ -74,9 +68,7 @@ def test_a_seam_of_ones_own(
 
 
 @pytest.mark.parametrize("formulation", ["sequential", "one_shot"])
-def test_episodes_that_are_compared_solve_the_bandit(
-    formulation: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_episodes_that_are_compared_solve_the_bandit(formulation, monkeypatch):
     """[1, 0] takes 2.1 s, the best device 3 s."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     config = TrainConfig(
@@ -106,9 +98,7 @@ def test_advantages_of_episodes_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("published")
-def test_a_published_method_is_trained_saved_and_plans(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_published_method_is_trained_saved_and_plans(tmp_path, capsys):
     run = importlib.import_module("run")
     for method, planner in (("giph", "policy"), ("post", "post:GroupPlanner")):
         file = str(tmp_path / f"{method}.safetensors")
@@ -134,36 +124,24 @@ def run(name: str) -> None:
 
 
 def test_every_example_is_tested() -> None:
-    assert {p.name for p in EXAMPLES.iterdir() if p.suffix in (".py", ".ipynb")} == {
-        "place_your_module.py",
-        "compare_planners.py",
-        "own_planner.py",
-        "tour.ipynb",
-        "train_ppo.py",
-        "cleanrl_ppo.py",
-        "torchrl_env.py",
-        *OWN,
-    }
+    others = {"place_your_module.py", "compare_planners.py", "own_planner.py", "tour.ipynb"}
+    others |= {"train_ppo.py", "cleanrl_ppo.py", "torchrl_env.py", *OWN}
+    assert {p.name for p in EXAMPLES.iterdir() if p.suffix in (".py", ".ipynb")} == others
 
 
-def test_place_your_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_place_your_module_and_own_planner(tmp_path, capsys):
     run("place_your_module.py")
     assert "16 results, equal to the plain module's" in capsys.readouterr().out
     assert (tmp_path / "plan.json").exists()
+    run("own_planner.py")
+    assert "rounds" in capsys.readouterr().out
 
 
-def test_compare_planners(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compare_planners(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["example", str(EXAMPLES / "branches.json")])
     run("compare_planners.py")
     out = capsys.readouterr().out
     assert "macro_search" in out and "best: " in out and max(map(len, out.splitlines())) <= 80
-
-
-def test_own_planner(capsys: pytest.CaptureFixture[str]) -> None:
-    run("own_planner.py")
-    assert "rounds" in capsys.readouterr().out
 
 
 def test_the_notebook_shows_what_it_makes() -> None:

@@ -38,9 +38,7 @@ def test_what_is_derived() -> None:
     assert "4 operators, 5 tensors, 4 edges" in repr(g)
     one = OpGraph.build("one", ["A"], [], [], [])  # the smallest
     assert (one.num_ops, one.num_tensors, len(one.edges)) == (1, 0, 0)
-
-
-def test_repeated_uses_are_merged_and_groups_renumbered() -> None:
+    # Repeated uses are merged, groups renumbered.
     assert len(build(uses=[*GOOD["uses"], (1, 2), (1, 2)]).use_dst) == 6
     assert build(group=[7, -3, 7, 5]).group.tolist() == [0, 1, 0, 2]
 

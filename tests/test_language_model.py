@@ -1,7 +1,5 @@
 """``language_model``: what ``model.generate`` of transformers writes, written where plans say."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
@@ -37,6 +35,7 @@ SMALL = {
 }  # fmt: skip
 FEWER = {**SMALL, "num_key_value_heads": 2}  # heads of keys and values than of queries
 LOCAL = {**FEWER, "head_dim": 8, "sliding_window": 8}
+GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
 # Class of the model, of its configuration, and what that holds.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", FEWER),
@@ -48,15 +47,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", LOCAL),
     "phi": ("PhiForCausalLM", "PhiConfig", FEWER),
     "falcon": ("FalconForCausalLM", "FalconConfig", SMALL),
-    "gpt2": (
-        "GPT2LMHeadModel", "GPT2Config",
-        {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64},
-    ),
-    "opt": (
-        "OPTForCausalLM", "OPTConfig",
-        {"vocab_size": 100, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 64,
-         "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64},
-    ),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "opt": ("OPTForCausalLM", "OPTConfig", SMALL | {"word_embed_proj_dim": 32, "ffn_dim": 64}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM", "DeepseekV3Config", SMALL | {
@@ -119,16 +111,12 @@ def made() -> Iterator[dict[int, LanguageModel]]:
 
 @pytest.fixture
 def llama(made: dict[int, LanguageModel]) -> LanguageModel:
-    if 1 not in made:
-        made[1] = writer_of(model_of("llama"))
-    return made[1]
+    return made.get(1) or made.setdefault(1, writer_of(model_of("llama")))
 
 
 @pytest.fixture
 def two_rows(made: dict[int, LanguageModel]) -> LanguageModel:
-    if 2 not in made:
-        made[2] = writer_of(model_of("llama"), batch=2, chunk=1)
-    return made[2]
+    return made.get(2) or made.setdefault(2, writer_of(model_of("llama"), batch=2, chunk=1))
 
 
 def expected(model: Any, tokens: Tensor, new: int, **options: Any) -> Tensor:
@@ -194,9 +182,7 @@ def test_rows_end_at_stop_tokens_and_go_on_with_padding(two_rows: LanguageModel)
         model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
 
 
-def test_a_stop_token_that_never_comes_ends_nothing(
-    llama: LanguageModel, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stop_token_that_never_comes_ends_nothing(llama, capfd):
     free = llama.generate(prompt_of(5), 6)
     never = next(x for x in range(100) if x not in free[0, 5:])
     assert torch.equal(llama.generate(prompt_of(5), 6, stop=never), free)
@@ -207,9 +193,7 @@ def test_a_stop_token_that_never_comes_ends_nothing(
     "asked",
     [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 2, "top_k": 9}, {}],
 )
-def test_samples_are_those_of_generate_from_the_same_seed(
-    two_rows: LanguageModel, asked: dict[str, Any]
-) -> None:
+def test_samples_are_those_of_generate_from_the_same_seed(two_rows, asked):
     tokens, plain = prompt_of(5, batch=2), {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
     text = two_rows.generate(tokens, 10, seed=3, **asked)
     torch.manual_seed(3)
@@ -299,7 +283,7 @@ def test_several_texts_on_two_devices_at_the_same_time() -> None:
                 events.append("out")
                 yield result
 
-        writer.step.stream = seen  # type: ignore[method-assign]
+        writer.step.stream = seen
         stop = int(expected(model, prompts[0], 12)[0, 9])  # the first ends before the others
         texts = writer.generate(prompts, 12, stop=stop)
     for text, tokens in zip(texts, prompts, strict=True):
@@ -323,10 +307,8 @@ def test_a_model_that_does_not_fit_on_the_gpu_has_its_weights_there_once() -> No
         assert writer.plan.devices_in_use == used and writer.prompt.plan.devices_in_use == used
         for text, tokens in zip(writer.generate(prompts, 7), prompts, strict=True):
             assert torch.equal(text, expected(model, tokens, 7))
-        mine, others = (
-            {id(x) for (device, _), x in runner.loaded.items() if device.type == "cuda"}
-            for runner in (writer.step, writer.prompt)
-        )
+        loaded = writer.step.loaded, writer.prompt.loaded
+        mine, others = ({id(v) for (on, _), v in x.items() if on.type == "cuda"} for x in loaded)
         assert mine and others <= mine
         assert gpu.peak[0] <= room and gpu.copies["pinned"] and not gpu.num_races
 

@@ -177,6 +177,10 @@ def test_for_machines(files: tuple[Path, Path], replan: Any) -> None:
     assert got["was_value_s"] == pytest.approx(2.0) and got["value_s"] == pytest.approx(3.0)
     assert sorted(got["assignment"].values()) == ["a"] * 3 + ["c"] * 3
     assert got["planner"] == "macro_search" and got["feasible"] is True
+    # Without two at once.
+    ways = ("--without", "a,b"), ("--without", "a", "--without", "b")
+    same = [replan(plan, *way, problem, "--json").json["assignment"] for way in ways]
+    assert same[0] == same[1] and set(same[0].values()) == {"c"}
 
 
 def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], replan: Any) -> None:
@@ -192,13 +196,6 @@ def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], replan: An
     assert "no device 'b'" in gone.err
     replan(second, "--without", "a", *budget, "--out", third)
     assert set(load_plan(third).assignment.values()) == {"c"}
-
-
-def test_two_at_once(files: tuple[Path, Path], replan: Any) -> None:
-    plan, problem = files
-    ways = ("--without", "a,b"), ("--without", "a", "--without", "b")
-    same = [replan(plan, *way, problem, "--json").json["assignment"] for way in ways]
-    assert same[0] == same[1] and set(same[0].values()) == {"c"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """What planners, schedulers, the simulator and files answer is what was recorded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

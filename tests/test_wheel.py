@@ -6,8 +6,6 @@ checkout in the running environment is hooked in by a .pth file too, and those a
 site-packages folder of the environment's own.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -71,19 +69,17 @@ def test_the_wheel_contains_the_packages_and_nothing_else(wheel: Path) -> None:
     assert configs <= set(files)
 
 
-def test_the_packages_are_ours_and_hydra_finds_every_config(
-    python: Path, installed: Path, tmp_path: Path
-) -> None:
+def test_the_packages_are_ours_and_hydra_finds_every_config(python, installed, tmp_path):
     """They are those of the fresh environment; the entry configs compose, and every group offers
     what the checkout has.
     """
+
+    def stems(folder: Path) -> list[str]:
+        return sorted(path.stem for path in folder.glob("*.yaml"))
+
     conf = ROOT / "conf"
-    entries = sorted(path.stem for path in conf.glob("*.yaml"))
-    groups = {
-        folder.relative_to(conf).as_posix(): sorted(path.stem for path in folder.glob("*.yaml"))
-        for folder in conf.rglob("*")
-        if any(folder.glob("*.yaml"))
-    }
+    entries, folders = stems(conf), filter(stems, conf.rglob("*"))
+    groups = {folder.relative_to(conf).as_posix(): stems(folder) for folder in folders}
     code = f"""
 import agents, conf, envs, placement
 from placement.tools.ownership import check_packages

@@ -138,9 +138,7 @@ def test_views_share_the_group_of_their_base_and_views_of_inputs_are_free():
     assert kinds(graph) == ["t", "t", "linear", "view", "view", "add"]
     assert graph.group.tolist() == [0, 1, 2, 2, 2, 3]
     assert graph.tensor_root.tolist() == [0, 0, 0, 3, 3, 3, 6]
-
-
-def test_views_of_parameters_are_free():
+    # Those of parameters are free too.
     graph = check(net(lambda m, x: x @ m.linear.weight.t() + x @ m.linear.weight.view(4, 4)), X)
     assert graph.num_groups == graph.num_ops
     assert (graph.tensor_root == np.arange(graph.num_tensors)).all()
@@ -299,9 +297,6 @@ def test_several_outputs_of_one_operator():
     step = graph.program.steps[0]
     assert step.multi and step.output_index == (0, 2)
     assert graph.tensor_src[list(step.outputs)].tolist() == [0, 0]
-
-
-def test_lstm_module():
     wrapped = module_of(lambda m, x: m.lstm(x), lstm=nn.LSTM(4, 3, num_layers=2))
     graph = check(wrapped, torch.randn(5, 2, 4))
     assert "aten.lstm.input" in graph.op_kind
@@ -662,10 +657,8 @@ def test_input_specification_is_json_and_captures_the_same_graph():
     inputs = ((X, (X, [X.int()])), {"mask": X > 0, "n": 2, "mode": "sum"})
     spec = input_spec(inputs)
     floats, ints, bools = ({"shape": [2, 4], "dtype": x} for x in ("float32", "int32", "bool"))
-    assert spec == {
-        "args": [floats, {"tuple": [floats, [ints]]}],
-        "kwargs": {"mask": bools, "n": 2, "mode": "sum"},
-    }
+    args = [floats, {"tuple": [floats, [ints]]}]
+    assert spec == {"args": args, "kwargs": {"mask": bools, "n": 2, "mode": "sum"}}
     assert json.loads(json.dumps(spec)) == spec
     args, kwargs = inputs_from_spec(spec)
     assert torch.equal(args[0], torch.ones(2, 4))
@@ -840,14 +833,11 @@ COUNTS = "changes its buffer 'count' .*self.training"
         ),
         (
             reads_after(lambda m, x: setattr(m, "plain", m.plain + x.sum(0))),
-            "keeps state between calls in its attribute 'plain'",
+            "keeps state .* 'plain'",
         ),
         (lambda m, x: m.linear(x.add_(1)), r"changes its input 'x' in place.*x = x\.clone\(\)"),
         (lambda m, x: x + m.plain.add_(1), "in-place operator.*Constant plain"),
-        (
-            reads_after(lambda m, x: m.linear.weight.detach().mul_(0.5)),
-            "changes its parameter 'linear.weight' when it is called",
-        ),
+        (reads_after(lambda m, x: m.linear.weight.detach().mul_(0.5)), "parameter 'linear.weight'"),
         (lambda m, x: m.linear.double()(x.double()), r"a Linear is converted.*capture\.py:\d+ `"),
         (lambda m, x: {1, x}, "returns a set: let it return tensors"),
         (lambda m, x: m.linear(x) + torch.from_numpy(x.numpy()), r"cannot trace.*numpy"),

@@ -587,10 +587,9 @@ def a_step_of_plain_pytorch(module, optimizer):
     plain_step(module, optimizer, data(1, seed=1))
 
 
-CHANGES = [other_memory, other_groups, other_state, a_step_of_plain_pytorch]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", [other_memory, other_groups, other_state, a_step_of_plain_pytorch]
+)
 def test_what_changes_between_steps_counts_in_the_next(change):
     module, plain, optimizer, expected, batches, graph = beside_plain(4, "adamw")
     with Trainer(graph, TWO, random_placement(graph, 0, 2), optimizer) as trainer:
