@@ -20,7 +20,7 @@ from placement.problem import Problem
 from placement.search.evaluation import Search
 from placement.simulator import score
 from tests.planners.test_planners import contiguous
-from tests.problems import every_link, graph_of, problem_on, small_problem
+from tests.problems import altered, every_link, graph_of, problem_on, small_problem
 from tests.served import LLAMA, MIXTRAL
 from tests.served import decoder as decoder_of
 
@@ -111,19 +111,15 @@ def home(seed: int, config: Mapping[str, object]) -> Problem:
         for i, j in permutations(range(len(likes)), 2)
     )
 
-    def problem(factor: float) -> Problem:
-        devices = [
-            Device(
-                name, library()[like].kind, like=like, model=like,
-                memory_bytes=int(factor * part * library()[like].memory_bytes),
-            )
-            for name, like, part in zip(names, likes, share, strict=True)
-        ]  # fmt: skip
-        serving = Serving(Phase.DECODE, 8192, whole_layers=config is not MIXTRAL)
-        return serving_problem(decoder_of(config), Cluster("home", tuple(devices), links), serving)
-
-    roomy = problem(1.0)
-    return problem(float(roomy.graph.param_bytes.sum()) / needed / float(roomy.memory_bytes.sum()))
+    devices = tuple(
+        Device(n, library()[x].kind, like=x, model=x, memory_bytes=library()[x].memory_bytes)
+        for n, x in zip(names, likes, strict=True)
+    )
+    serving = Serving(Phase.DECODE, 8192, whole_layers=config is not MIXTRAL)
+    problem = serving_problem(decoder_of(config), Cluster("home", devices, links), serving)
+    rooms = share * problem.memory_bytes
+    rooms *= problem.graph.param_bytes.sum() / needed / rooms.sum()
+    return altered(problem, {"memory_bytes": lambda d: int(rooms[names.index(d.name)])})
 
 
 @pytest.mark.parametrize("seed", range(12))
