@@ -333,8 +333,7 @@ def test_balanced_split_is_optimal(seed: int) -> None:
 
 
 def test_orders_of_devices_that_differ() -> None:
-    classes = [0, 0, 1]
-    assert _orders(np.array(classes, np.int32)) == [(0, 1, 2), (0, 2, 1), (2, 0, 1)]
+    assert _orders(np.array([0, 0, 1], np.int32)) == [(0, 1, 2), (0, 2, 1), (2, 0, 1)]
     assert len(_orders(np.arange(5, dtype=np.int32))) == 120
     assert _orders(np.arange(6, dtype=np.int32)) == [(0, 1, 2, 3, 4, 5)]
     # Of 64 devices permutations are not even counted.
@@ -567,9 +566,8 @@ def test_layered_graphs_stay_acyclic_at_every_size(seed: int, width: int, depth:
 
 def test_what_is_merged_first() -> None:
     # op1 is free of cost; op2 and op3 share a group; the edge 4 -> 5 is the heaviest.
-    compute_s = [[3, 3], [0, 0], [3, 3], [3, 3], [3, 3], [3, 3]]
-    edges = chain(6)
-    problem = make(compute_s, edges, send_s=[1, 1, 1, 1, 9], group=[0, 1, 2, 2, 3, 4])
+    seconds = [[3, 3], [0, 0], [3, 3], [3, 3], [3, 3], [3, 3]]
+    problem = make(seconds, chain(6), send_s=[1, 1, 1, 1, 9], group=[0, 1, 2, 2, 3, 4])
     assert coarsen(problem, 6)[1].tolist() == [0, 1, 2, 3, 4, 5]
     assert coarsen(problem, 5)[1].tolist() == [0, 0, 1, 2, 3, 4]
     assert coarsen(problem, 4)[1].tolist() == [0, 0, 1, 1, 2, 3]

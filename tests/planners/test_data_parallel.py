@@ -24,7 +24,7 @@ from placement.replan import remaining
 from placement.runs.compare import compare
 from placement.simulator import score
 from placement.testing import check_planner
-from tests.problems import altered, random_problem, small_problem
+from tests.problems import altered, random_placement, random_problem, small_problem
 from tests.problems import chain as edges
 
 
@@ -87,9 +87,7 @@ def test_contracts(name: str) -> None:
 @settings(max_examples=60, deadline=None)
 def test_copies_of_a_graph_have_the_loads_of_its_phases(seed: int, phases: int) -> None:
     problem = random_problem(seed, objective="max_load", grouped=True)
-    size = phases, problem.graph.num_groups
-    groups = np.random.default_rng(seed).integers(problem.num_devices, size=size)
-    p = groups[:, problem.graph.group].astype(np.int32)
+    p = np.stack([random_placement(problem, seed + k) for k in range(phases)])
     (value,) = score(problem, [p])
     assert score(unrolled(problem, phases), p.ravel())[0] == pytest.approx(value, rel=1e-9)
 

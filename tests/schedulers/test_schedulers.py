@@ -211,8 +211,7 @@ def test_searched_keeps_within_memory() -> None:
 @settings(max_examples=60)
 def test_blocks_of_any_graph_have_no_circle(seed: int) -> None:
     problem = random_problem(seed, num_devices=3)
-    rng = np.random.default_rng(seed)
-    place = rng.integers(0, 3, problem.num_ops).astype(np.int32)
+    place = random_placement(problem, seed)
     for most in (64, 4):
         blocks = cut(problem, place, max_blocks=most)
         src, dst = blocks.label[problem.graph.edges].T
@@ -228,7 +227,7 @@ def test_blocks_of_any_graph_have_no_circle(seed: int) -> None:
 @settings(max_examples=60)
 def test_generators_order_any_graph(seed: int, name: str) -> None:
     problem = random_problem(seed, num_devices=2)
-    place = np.random.default_rng(seed).integers(0, 2, problem.num_ops).astype(np.int32)
+    place = random_placement(problem, seed)
     load(name)(problem, place, 5).check(problem.graph, problem.cluster, place)
 
 

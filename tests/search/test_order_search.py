@@ -222,10 +222,9 @@ def test_heads_tails_and_estimates_by_hand() -> None:
     # c and e together to device 1, where they are in the sequence, which is in order of time:
     # behind d, c from 5 to 7, e to 8.
     assert state.sequence.tolist() == [0, 1, 3, 2, 4]
-    state.room[:2] = [3, 4]
-    assert estimates.together(tables, state, 1, 2) == 8
-    state.room[:2] = [4, 3]  # in whatever order they are given
-    assert estimates.together(tables, state, 1, 2) == 8
+    for room in ([3, 4], [4, 3]):  # in whatever order they are given
+        state.room[:2] = room
+        assert estimates.together(tables, state, 1, 2) == 8
     assert list(state.room[:2]) == [3, 4]
     for i, at, latency in ((2, 4, 9.0), (4, 5, 8.0)):  # and that is what they take
         state.place[i] = 1
