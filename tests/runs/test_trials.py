@@ -20,6 +20,7 @@ from placement.tools.files import FileError
 from tests.problems import altered
 from tests.runtimes import Biased, layered, noise
 
+PROBLEM = layered(6)
 A, B, C, D = np.eye(4, 6, dtype=np.int32)
 
 
@@ -31,9 +32,8 @@ def test_latency_is_of_micro_batches_alone_and_period_of_many() -> None:
 
 
 def test_what_has_run_is_not_run_again_and_the_incumbent_is_with_every_batch() -> None:
-    problem = layered(6)
-    runtime = Biased(problem)
-    trials = Trials(problem, runtime)
+    runtime = Biased(PROBLEM)
+    trials = Trials(PROBLEM, runtime)
     first = trials([A, B, A])
     assert runtime.runs == [tuple(A), tuple(B)] and first[0] == first[2]
     best = tuple((A, B)[int(np.argmin(first[:2]))])
@@ -46,22 +46,20 @@ def test_what_has_run_is_not_run_again_and_the_incumbent_is_with_every_batch() -
 
 
 def test_rounds_are_interleaved_and_their_median_counts() -> None:
-    problem = layered(6)
     # Runs: A B | B A | A B. One of A is interrupted: its median does not notice.
-    runtime = Biased(problem, lambda run: 3.0 if run == 3 else 1.0)
-    medians = Trials(problem, runtime, rounds=3)([A, B])
+    runtime = Biased(PROBLEM, lambda run: 3.0 if run == 3 else 1.0)
+    medians = Trials(PROBLEM, runtime, rounds=3)([A, B])
     assert runtime.runs == [tuple(x) for x in (A, B, B, A, A, B)]
-    expected = score(problem, [A, B])
+    expected = score(PROBLEM, [A, B])
     assert medians == pytest.approx(expected, rel=5e-3)
     assert medians[1] / medians[0] == pytest.approx(expected[1] / expected[0], rel=1e-3)
 
 
 def test_drift_cancels_in_the_ratio_to_the_incumbent() -> None:
-    problem = layered(6)
-    truth = score(problem, [A, B, C, D])
+    truth = score(PROBLEM, [A, B, C, D])
     # From the third round on everything takes 1.5 times as long.
-    runtime = Biased(problem, lambda run: 1.0 if run < 5 else 1.5)
-    trials = Trials(problem, runtime)
+    runtime = Biased(PROBLEM, lambda run: 1.0 if run < 5 else 1.5)
+    trials = Trials(PROBLEM, runtime)
     for batch in ([A, B], [A, B, C], [A, D], [A, B]):
         trials.measure(batch)
     assert trials.levels / truth == pytest.approx(np.full(4, trials.levels[0] / truth[0]), rel=1e-3)
@@ -79,23 +77,22 @@ class Sleeps(Biased):
 
 
 def test_what_runs_beyond_the_limit_is_worth_inf_and_what_hangs_is_known(tmp_path: Path) -> None:
-    problem = layered(6)
-    runtime, file = Sleeps(problem), tmp_path / "trials.jsonl"
+    runtime, file = Sleeps(PROBLEM), tmp_path / "trials.jsonl"
     runtime.sleeps_s = 0.3
-    trials = Trials(problem, runtime, limit_s=0.15)
+    trials = Trials(PROBLEM, runtime, limit_s=0.15)
     assert trials([B]).tolist() == [np.inf]  # B has operator 1 on device 1
-    assert trials([A, C]) == pytest.approx(score(problem, [A, C]))
+    assert trials([A, C]) == pytest.approx(score(PROBLEM, [A, C]))
     runtime.sleeps_s = 2.0
-    hanging = Trials(problem, runtime, path=file, limit_s=0.05)
+    hanging = Trials(PROBLEM, runtime, path=file, limit_s=0.05)
     with pytest.raises(TrialError, match=r"has not ended after 0.25 s.*resume=true"):
         hanging([A, B, C])
-    again = Trials(problem, Biased(problem), path=file, limit_s=0.05)
+    again = Trials(PROBLEM, Biased(PROBLEM), path=file, limit_s=0.05)
     assert again.samples.placements.tolist() == []  # not asked for yet
-    assert again([A, B]).tolist() == [pytest.approx(score(problem, [A])[0]), np.inf]
+    assert again([A, B]).tolist() == [pytest.approx(score(PROBLEM, [A])[0]), np.inf]
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = Trials(layered(6), Biased(layered(6), lambda run: 1.0), path=tmp_path / "t.jsonl")
+    trials = Trials(PROBLEM, Biased(PROBLEM, lambda run: 1.0), path=tmp_path / "t.jsonl")
     trials.path = Path("/dev/full")
     with pytest.raises(FileError, match="cannot write /dev/full: no space left"):
         trials.measure([A])
@@ -113,8 +110,7 @@ def test_drift_cancels_where_the_incumbent_changes() -> None:
 
 
 def test_another_order_is_another_problem() -> None:
-    problem = layered(6)
-    assert fingerprint(problem) != fingerprint(altered(problem, provenance={"order": "reuse"}))
+    assert fingerprint(PROBLEM) != fingerprint(altered(PROBLEM, provenance={"order": "reuse"}))
 
 
 @pytest.mark.parametrize("slow", [1.6, 0.8])
@@ -148,9 +144,8 @@ def test_levels_of_a_steady_machine_are_medians(seed: int) -> None:
 
 
 def test_a_budget_of_measurements_counts_incumbents() -> None:
-    problem = layered(6)
-    runtime = Biased(problem)
-    trials = Trials(problem, runtime, measurements=4)
+    runtime = Biased(PROBLEM)
+    trials = Trials(PROBLEM, runtime, measurements=4)
     trials([A, B])
     assert trials.num_left == 2 and trials.used == 0.5
     with pytest.raises(TrialError, match="before 1 placements have run: allow more than 4"):
@@ -182,13 +177,13 @@ def test_what_does_not_fit_never_runs_and_what_turns_out_not_to_is_worth_inf() -
 
 
 def test_interrupted_trials_continue(tmp_path: Path) -> None:
-    problem, path = layered(6), tmp_path / "trials.jsonl"
+    path = tmp_path / "trials.jsonl"
 
     def batches(trials: Trials) -> None:
         for batch in ([A, B], [B, C], [C, D]):
             trials.measure(batch)
 
-    whole = Trials(problem, Biased(problem, noise(0.1, 0.0, 0)))
+    whole = Trials(PROBLEM, Biased(PROBLEM, noise(0.1, 0.0, 0)))
     batches(whole)
 
     def interrupted(run: int) -> float:
@@ -198,58 +193,57 @@ def test_interrupted_trials_continue(tmp_path: Path) -> None:
 
     drawn = noise(0.1, 0.0, 0)
     with pytest.raises(KeyboardInterrupt):
-        batches(Trials(problem, Biased(problem, interrupted), path=path))
+        batches(Trials(PROBLEM, Biased(PROBLEM, interrupted), path=path))
     assert len(path.read_text().splitlines()) == 2  # what they are of, and one whole round
     with path.open("a") as file:
         file.write('{"took_s":1.0,"seco')  # as if it had been killed while it wrote
-    rest = Biased(problem)
-    again = Trials(problem, rest, path=path, measurements=6)
+    rest = Biased(PROBLEM)
+    again = Trials(PROBLEM, rest, path=path, measurements=6)
     assert again.num_measurements == 0  # played back as it is asked for
     batches(again)
     assert rest.runs == [tuple(x) for x in (C, B, C, D)] and again.num_measurements == 6
     assert again.samples.seconds[:2] == pytest.approx(whole.samples.seconds[:2])
-    none = Biased(problem)
-    third = Trials(problem, none, path=path)
+    none = Biased(PROBLEM)
+    third = Trials(PROBLEM, none, path=path)
     batches(third)
     assert not none.runs and np.array_equal(third.samples.seconds, again.samples.seconds)
 
 
 def test_other_rounds_than_the_file_has_are_run_and_what_it_has_is_known(tmp_path: Path) -> None:
-    problem, path = layered(6), tmp_path / "trials.jsonl"
-    Trials(problem, Biased(problem), path=path)([A, B])
-    runtime = Biased(problem)
-    trials = Trials(problem, runtime, path=path)
+    path = tmp_path / "trials.jsonl"
+    Trials(PROBLEM, Biased(PROBLEM), path=path)([A, B])
+    runtime = Biased(PROBLEM)
+    trials = Trials(PROBLEM, runtime, path=path)
     assert trials([B, C])[0] > 0  # not what came first in the file, but B is in it
     assert trials.num_measurements == 4 and len(trials([A, B, C])) == 3
     assert runtime.runs[0] == tuple(C) and runtime.runs[1] in (tuple(A), tuple(B))
-    other = Trials(problem, runtime, path=path)
+    other = Trials(PROBLEM, runtime, path=path)
     other.measure([D])
     assert other.num_measurements == 5
 
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:
-    problem, path = layered(6), tmp_path / "trials.jsonl"
-    Trials(problem, Biased(problem), path=path).measure([A])
+    path = tmp_path / "trials.jsonl"
+    Trials(PROBLEM, Biased(PROBLEM), path=path).measure([A])
     with pytest.raises(TrialError, match="another problem"):
-        Trials(problem.with_objective("latency"), Biased(problem), path=path)
+        Trials(PROBLEM.with_objective("latency"), Biased(PROBLEM), path=path)
     path.write_text("hello\n")
     with pytest.raises(TrialError, match="holds no trials"):
-        Trials(problem, Biased(problem), path=path)
+        Trials(PROBLEM, Biased(PROBLEM), path=path)
 
 
 def test_errors() -> None:
-    problem = layered(6)
     with pytest.raises(TrialError, match=r"not max_load; use problem.with_objective\('period'\)"):
-        Trials(problem.with_objective("max_load"), Biased(problem))
+        Trials(PROBLEM.with_objective("max_load"), Biased(PROBLEM))
     for name in ("measurements", "limit_s"):
         with pytest.raises(TrialError, match=f"{name} = 0 must be positive"):
-            Trials(problem, Biased(problem), **{name: 0})
-    for device in (-1, problem.num_devices, 70):
+            Trials(PROBLEM, Biased(PROBLEM), **{name: 0})
+    for device in (-1, PROBLEM.num_devices, 70):
         with pytest.raises(ProblemError, match=f"is on device {device}"):
-            Trials(problem, Biased(problem))([[device] * 6])
+            Trials(PROBLEM, Biased(PROBLEM))([[device] * 6])
 
 
 def test_samples_of_nothing() -> None:
-    trials = Trials(layered(6), Biased(layered(6)))
+    trials = Trials(PROBLEM, Biased(PROBLEM))
     assert trials.incumbent is None and len(trials.levels) == 0
     assert len(trials.samples.index) == 0 and trials.used == 0.0
