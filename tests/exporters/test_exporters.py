@@ -182,9 +182,7 @@ def test_csv_is_a_row_per_operator() -> None:
     assert [r["module"] for r in rows] == list(MODULES)
     assert [GPUS.index(r["device"]) for r in rows] == CUT
     assert [int(r["stage"]) for r in rows] == CUT
-
-
-def test_csv_holds_no_formulas() -> None:
+    # It holds no formulas.
     plan = plan_of([0] * 3, problem(("m",) * 3, names=("=1+1", '@x,"y"', "-z")))
     rows = list(csv.reader(io.StringIO(str(export("csv", plan).files[""]))))
     assert [r[1] for r in rows[1:]] == ["'=1+1", '\'@x,"y"', "'-z"]

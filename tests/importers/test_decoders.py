@@ -164,10 +164,7 @@ def test_quantised_matrices_have_their_bits() -> None:
         ({"hidden_size": 2**40}, "overflow"),
         ({"vocab_size": 2**48}, "larger than any memory"),
         ({"hidden_size": "4096"}, "'hidden_size' expected int, got str"),
-        (
-            {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3},
-            "out of|not in",
-        ),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "in range"),
         ({"hidden_act": "none"}, "no llama can be run with these numbers: 'none'"),
         ({"num_hidden_layers": 1025}, "too large: at most 1024"),
         ({"num_hidden_layers": 0}, "no list of its layers"),
