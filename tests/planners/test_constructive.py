@@ -25,7 +25,7 @@ from placement.planners.peft import optimistic_cost
 from placement.problem import Problem, ProblemError
 from placement.profile import Profile
 from placement.search import list_kernels, stages
-from placement.search.coarsen import coarsen
+from placement.search.coarsen import _Merger, coarsen
 from placement.search.evaluation import Search
 from placement.search.list_schedule import ListSchedule, produced_bytes, room_bytes
 from placement.search.stages import topological_orders
@@ -602,14 +602,12 @@ def test_a_merged_group_keeps_a_device() -> None:
 @pytest.mark.parametrize("inwards", [False, True])
 def test_a_star_is_merged_in_few_rounds(inwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every edge ends at the hub, which can have one partner in a round: leaves pair up."""
-    from placement.search import coarsen as module
-
     n, rounds = 600, []
     hub = n - 1 if inwards else 0
     edges = [(min(i, hub), max(i, hub)) for i in range(n) if i != hub]
     problem = small_problem(np.ones((n, 2)), edges)
-    one = module._Merger.round
-    monkeypatch.setattr(module._Merger, "round", lambda *args: rounds.append(1) or one(*args))
+    one = _Merger.round
+    monkeypatch.setattr(_Merger, "round", lambda *args: rounds.append(1) or one(*args))
     coarse, label = coarsen(problem, 20)
     assert coarse.num_ops == 20 and len(rounds) < 40
     # The hub did not swallow the leaves.

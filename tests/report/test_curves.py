@@ -15,8 +15,6 @@ from placement.report.curves import best_so_far, plot_curves
 from placement.report.row import Row
 from placement.report.table import Comparison
 
-Curve = list[tuple[float, int, float]]
-
 
 def row(planner: str, value_s: float, seed: int | None = None, workload: str = "w") -> Row:
     known = bool(np.isfinite(value_s))
@@ -24,7 +22,7 @@ def row(planner: str, value_s: float, seed: int | None = None, workload: str = "
     return Row(workload, planner, seed, *facts, plan_s=1.0)
 
 
-def comparison(*cells: tuple[Row, Curve | None]) -> Comparison:
+def comparison(*cells: tuple[Row, Any]) -> Comparison:
     solutions = {}
     for r, curve in cells:
         if np.isfinite(r.value_s):

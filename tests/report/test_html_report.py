@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from placement.plan import make_plan
+from placement import importers
+from placement.plan import Measured, Spread, make_plan
 from placement.planners.heft import Heft
 from placement.planners.local_search import LocalSearch
 from placement.planners.round_robin import RoundRobin
@@ -289,8 +290,6 @@ def test_a_plan_alone(tmp_path: Path) -> None:
     assert workload["decisions"][0]["predicted"] is None
     assert shown["commands"][-1]["command"] == f"placement report {tmp_path}"
     # With the problem beside it, there is a timeline and a graph.
-    from placement import importers
-
     importers.save(problem, tmp_path / "problem.json")
     (workload,) = page_data(read_run(tmp_path / "plan.json"))["workloads"]
     assert workload["decisions"][0]["predicted"]["period_s"] == plan.predicted.period_s
@@ -299,8 +298,6 @@ def test_a_plan_alone(tmp_path: Path) -> None:
 
 def test_a_plan_under_any_name_as_measured_and_both_traces(tmp_path: Path) -> None:
     """The folder of the quickstart: plan --trace, run --trace --out; beside it another plan."""
-    from placement.plan import Measured, Spread
-
     problem = modular(10)
     solution = Heft()(problem)
     plan = make_plan(problem, solution, planner="heft")

@@ -46,6 +46,7 @@ from tests.problems import (
 )
 
 RNG = np.random.default_rng
+FORTY = plain(random_problem(7, 40, 3))
 
 
 def measured(problem: Problem) -> Problem:
@@ -335,20 +336,18 @@ def test_the_contract() -> None:
 
 
 def test_it_begins_at_the_start() -> None:
-    problem = plain(random_problem(7, 40, 3))
-    first = load("heft")(problem)
-    solution = OrderSearch(evaluations=500, start="heft")(problem)
+    first = load("heft")(FORTY)
+    solution = OrderSearch(evaluations=500, start="heft")(FORTY)
     assert solution.value_s <= first.value_s
     if solution.schedule is not None:
-        alone = float(score(problem, solution.placement)[0])
+        alone = float(score(FORTY, solution.placement)[0])
         assert solution.stats["list_order_value_s"] == alone
-    other = OrderSearch(seconds=0.2, start="heft")(problem)
+    other = OrderSearch(seconds=0.2, start="heft")(FORTY)
     assert other.value_s <= first.value_s
 
 
 def test_a_search_begins_where_another_ended_with_its_order() -> None:
-    problem = plain(random_problem(7, 40, 3))
-    search = Search(problem, evaluations=3000)
+    search = Search(FORTY, evaluations=3000)
     answer = search.run(OrderSearch(evaluations=2000, start="heft"))
     assert search.best_cost == answer.value_s
     assert search.solution().schedule is answer.schedule
@@ -405,8 +404,7 @@ def test_a_plan_keeps_the_order(tmp_path: Path) -> None:
 
 
 def test_a_comparison_keeps_the_order(tmp_path: Path) -> None:
-    problem = plain(random_problem(7, 40, 3))
-    problems = {"p": problem}
+    problems = {"p": FORTY}
     planners = {"order_search": OrderSearch(evaluations=2000, start="heft")}
     first = compare(problems, planners, [0], out_dir=tmp_path)
     again = compare(problems, planners, [0], out_dir=tmp_path)  # what is finished is read
@@ -414,9 +412,9 @@ def test_a_comparison_keeps_the_order(tmp_path: Path) -> None:
         (row,) = (r for r in comparison.rows if r.planner == "order_search")
         solution = comparison.solutions["p", "order_search", 0]
         assert solution.schedule is not None
-        assert row.value_s == row.latency_s == value_of(problem, solution) == solution.value_s
+        assert row.value_s == row.latency_s == value_of(FORTY, solution) == solution.value_s
     assert read_run(tmp_path).comparison is not None
-    assert make_plan(problem, solution, planner="order_search").order is not None
+    assert make_plan(FORTY, solution, planner="order_search").order is not None
 
 
 def test_nothing_to_search() -> None:
