@@ -132,7 +132,8 @@ def _by_saving(
     others = np.delete(np.arange(problem.num_devices), cards)
     choice = others[cheap_s.argmin(axis=1)]
     for card in cards:
-        saved_s = cost[np.arange(count), choice] - cost[:, card]
+        with np.errstate(invalid="ignore"):  # inf - inf is of what neither can run
+            saved_s = cost[np.arange(count), choice] - cost[:, card]
         each = saved_s / np.maximum(size, 1.0)
         alike = np.round(each / max(each[size > 0].max(initial=0.0), 1e-300), 2)
         order = turn[np.argsort(-alike[turn], kind="stable")]
