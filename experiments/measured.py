@@ -280,8 +280,10 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
             Column("all", gain),
             Column(f"seconds against {SEARCH}", against),
         ),
-        "seeds_done": max((r.seed + 1 for r in rows), default=0),
-        "models_done": len(workloads),
+        "finished": "; ".join(
+            f"{workload}, {runs:,} runs: {len({r.seed for r in mine})}"
+            for (workload, runs), mine in groups(rows, "workload", "runs").items()
+        ),
     }
 
 

@@ -135,7 +135,8 @@ def _by_saving(
         with np.errstate(invalid="ignore"):  # inf - inf is of what neither can run
             saved_s = cost[np.arange(count), choice] - cost[:, card]
         each = saved_s / np.maximum(size, 1.0)
-        alike = np.round(each / max(each[size > 0].max(initial=0.0), 1e-300), 2)
+        most = each[(size > 0) & np.isfinite(each)].max(initial=1e-300)
+        alike = np.round(each / most, 2)
         order = turn[np.argsort(-alike[turn], kind="stable")]
         held = 0.0
         for u in order[saved_s[order] >= 0]:
