@@ -137,16 +137,18 @@ class GroupRelative(OnPolicyAlgorithm):
         noted: list[list[NDArray[Any]]] = []
         room = notes_of(PAIRS * problem.num_ops, problem.num_ops)
         values = np.empty(self.episodes)
+        placements = np.empty((self.episodes, problem.num_ops), np.int32)
         for i in range(self.episodes):
             seed = int(np.random.randint(2**62, dtype=np.int64))
             n = episode.construct(weights, scale, seed, room, self.keep)
             m = int(room.count[:n].sum())
             if evaluator is score:
                 values[i] = episode.value_s()
-            else:
-                values[i] = evaluator(problem, episode.placement[None])[0]
+            placements[i] = episode.placement
             pairs = room.features[:m], room.score[:m], room.whose[:m]
             noted.append([x.copy() for x in (*pairs, room.count[:n], room.taken[:n], room.log[:n])])
+        if evaluator is not score:  # at once: one round, if they run
+            values = np.asarray(evaluator(problem, placements))
         able = np.isfinite(values)
         logs = np.log(np.where(able, np.maximum(values, 1e-300), 1.0))
         logs[~able] = logs[able].max(initial=0.0) + 1.0  # worse than all that can run

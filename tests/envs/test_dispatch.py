@@ -378,6 +378,20 @@ def test_rules_of_ones_own_are_played_by() -> None:
         train([problem], config=episodes)
 
 
+def test_episodes_of_a_problem_are_evaluated_at_once() -> None:
+    """Where placements run, a round begins with the best so far: one placement each is a waste."""
+    sizes: list[int] = []
+
+    def noted(problem: Problem, placements: Any) -> Any:
+        sizes.append(len(placements))
+        return score(problem, placements)
+
+    recipe = {"algorithm": "agents.dispatch.train:GroupRelative", "formulation": "dispatch"}
+    config = TrainConfig(total_steps=100, num_envs=1, num_checks=1, **recipe)
+    train([drawn(1)], config=config, evaluator=noted)
+    assert max(sizes) == 16  # episodes of a problem
+
+
 def test_what_is_held_out_is_never_drawn() -> None:
     sizes = Latency.sizes
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ from placement.graph import even_position
 from placement.objective import Objective
 from placement.plan import Plan, make_plan
 from placement.plan.reached import least_s, reached
-from placement.planners.residence import Residence, refitted, with_buffers
+from placement.planners.residence import Residence, _by_saving, refitted, with_buffers
 from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile
 from placement.runs import ways
@@ -304,6 +304,16 @@ def test_what_saves_most_per_byte_stays_and_no_placement_is_better_than_the_prog
     large = chain(2, memory_bytes=99).cluster.workers
     fits = replace(problem, cluster=large, profile=problem.profile.for_cluster(large))
     assert reached(fits, replace(greedy, placement=np.ones(6, np.int32))) == ""
+
+
+def test_what_the_card_alone_can_run_goes_there_first() -> None:
+    """It has room for one of three, of which the processor cannot run the last."""
+    three = chain(3, 3, 3, memory_bytes=3)
+    seconds = np.array([[9.0, 1.0], [9.0, 1.0], [np.inf, 1.0]])
+    profile = Profile(("cpu:0", "cuda:0"), seconds, 0 * np.ones((3, 2)))
+    problem = replace(three, cluster=three.cluster.workers, profile=profile)
+    each = np.arange(3)
+    assert _by_saving(problem, each, each, price=1.0, filled=1.0).tolist() == [0, 0, 1]
 
 
 def test_a_buffer_has_the_size_that_pays() -> None:
