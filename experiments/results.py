@@ -166,7 +166,8 @@ def on_real_graphs(results: Path, page: str = "experiments/results") -> str:
         if x["graphs"]
     )
     told = {x["objective"]: x for x in found if x["reached"] == "yes"}
-    reached = f"reached for {', '.join(told)} alone" if told else "not reached"
+    reached = f"reached for {' and '.join(told)}" if told else "not reached"
+    reached += " alone" if 0 < len(told) < len(found) else ""
     if told and not any(x["by_training"] == "yes" for x in told.values()):
         reached += ", and not by training"
     return (

@@ -133,14 +133,11 @@ def measure_compiled(
     )
     if 1 < len(cpus) == cluster.num_devices:
         say("running some placements, compiled, to calibrate", None)
-        measured = calibrated(
-            joined,
-            cluster,
-            measured,
-            [dealt(graph, cpus, d) for d in cpus]
-            if in_pieces
-            else _parted(joined, cluster, measured),
-        )
+        if in_pieces:
+            some = [dealt(graph, cpus, d) for d in cpus]
+        else:
+            some = _parted(joined, cluster, measured)
+        measured = calibrated(joined, cluster, measured, some)
     seconds = round(time.time() - began, 2)
     return replace(
         measured,
