@@ -186,7 +186,11 @@ def same_memory(m: Any) -> None:
             lambda m: m.linear.register_full_backward_hook(lambda *_: None),
             r"module 'linear' \(Linear\) has a backward hook",
         ),
-        (lambda m, x: m.linear(x) @ m.other, same_memory, "'other' and 'linear.weight' are two t"),
+        (
+            lambda m, x: m.linear(x) @ m.other,
+            same_memory,
+            "'other' and 'linear.weight' are two tensors in the same memory",
+        ),
         (
             lambda m, x: checkpoint(m.norm, m.linear(x), use_reentrant=False),
             lambda m: setattr(m, "norm", nn.BatchNorm1d(WIDTH)),

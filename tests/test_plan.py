@@ -309,7 +309,11 @@ def test_mismatch_of_size_further_devices_order_and_links(plan: Plan) -> None:
         (["assignment", "op1"], 1, "assignment.op1 = 1: input should be a valid string"),
         (["schema_version"], 4, "schema_version = 4, this version reads 1 and 2 and 3"),
         (["schema_version"], 2, "schema_version = 2, but with 0 phases and no pieces it is 1"),
-        (["phases"], [{"op0": "cpu:1"}], "version = 1, but with 1 phases and no pieces it is 2"),
+        (
+            ["phases"],
+            [{"op0": "cpu:1"}],
+            "schema_version = 1, but with 1 phases and no pieces it is 2",
+        ),
         (["phases"], [{"op9": "cpu:1"}], r"phases\[0\]: no operator op9 in assignment"),
         (["phases"], [{"op0": "cpu:9"}], r"phases\[0\]\['op0'\] = 'cpu:9': no such device"),
         (["schema_version"], True, "schema_version = True"),

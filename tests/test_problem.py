@@ -203,7 +203,10 @@ def test_parts_may_be_lists_and_are_told_what_they_are_not() -> None:
     cluster = Cluster("c", [Device("a")], [])
     problem = Problem(CHAIN, cluster, Profile(["a"], [[1.0], [2.0]], [[0.0], [0.0]]))
     assert simulate(problem, [0, 0], num_microbatches=1).latency_s == 3.0
-    for count, message in ((0, "= 0 and max_in_flight = 4"), ("x", "a whole number, not 'x'")):
+    for count, message in (
+        (0, "= 0 and max_in_flight = 4 must be"),
+        ("x", "a whole number, not 'x'"),
+    ):
         with pytest.raises(ProblemError, match=message):
             simulate(problem, [0, 0], num_microbatches=count)
     for wrong in (["a", "a"], {"A": "a"}, None, Solution([0, 0], 3.0)):

@@ -309,7 +309,11 @@ HEAD = {"format": 3, "formulation": "sequential", "network": {"hidden": 16, "lay
         ({"network": {"finish_weight": "4"}}, {}, "finish_weight = '4' is not of type float"),
         ({}, {"value.2.bias": np.zeros(2, np.float32)}, r"value.2.bias is .*\[2\], not .*\[1\]"),
         ({}, {"value.2.bias": np.zeros(1)}, "value.2.bias is torch.float64"),
-        ({}, {"value.2.bias": np.full(1, np.nan, np.float32)}, "a weight that is no number"),
+        (
+            {},
+            {"value.2.bias": np.full(1, np.nan, np.float32)},
+            "value.2.bias has a weight that is no number, or above 10000",
+        ),
         ({}, {"value.2.bias": np.full(1, 1e6, np.float32)}, "no number, or above 10000"),
     ],
 )

@@ -837,7 +837,10 @@ COUNTS = "changes its buffer 'count' .*self.training"
         ),
         (lambda m, x: m.linear(x.add_(1)), r"changes its input 'x' in place.*x = x\.clone\(\)"),
         (lambda m, x: x + m.plain.add_(1), "in-place operator.*Constant plain"),
-        (reads_after(lambda m, x: m.linear.weight.detach().mul_(0.5)), "parameter 'linear.weight'"),
+        (
+            reads_after(lambda m, x: m.linear.weight.detach().mul_(0.5)),
+            "changes its parameter 'linear.weight' when it is called",
+        ),
         (lambda m, x: m.linear.double()(x.double()), r"a Linear is converted.*capture\.py:\d+ `"),
         (lambda m, x: {1, x}, "returns a set: let it return tensors"),
         (lambda m, x: m.linear(x) + torch.from_numpy(x.numpy()), r"cannot trace.*numpy"),

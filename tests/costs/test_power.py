@@ -235,7 +235,9 @@ def test_a_price_on_the_command_line_is_kept_by_the_plan(tmp_path, says):
     assert "weighted" in shown and "3050 J" in shown
     period = ["--objective", "period", "--second-j", "20"]  # a price counts where joules do
     assert "--second-j 20 is for --objective energy, not period" in says.error(*asked, *period)
-    assert "--second-j -1.0: joules must be a number" in says.error(*asked, "--second-j", "-1")
+    assert "--second-j -1.0: joules must be a number of at least 0" in says.error(
+        *asked, "--second-j", "-1"
+    )
 
 
 def hurry() -> Problem:
