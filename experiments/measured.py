@@ -22,7 +22,8 @@ Then the answers of all ways and the single devices take turns, ``ROUNDS`` round
 the best single device within a round is what counts. What ``placement plan --measurements`` does
 changes only if a learner is ahead of ``measured search`` by more than chance over three models and
 five seeds, with 100 runs and with 1,000. What has run lies in ``runs/measured``: after Ctrl-C the
-same command goes on. A row that is in ``results/measured_learning.csv`` is not made again.
+same command goes on. A row that is in ``results/measured_learning.csv`` is not made again; ways of
+a seed that are run later have finals of their own.
 
 (Changed before the first run of the third model: ``lstm`` in place of ``resnet50``, of which 1,000
 runs of six ways take over an hour a seed.)
@@ -175,11 +176,17 @@ WAYS: dict[str, Callable[[Trials, int], None]] = {
 
 
 def compete(
-    workload: str, problem: Problem, runtime: Runtime, runs: int, seed: int, folder: Path
+    workload: str,
+    problem: Problem,
+    runtime: Runtime,
+    runs: int,
+    seed: int,
+    folder: Path,
+    ways: Mapping[str, Callable[[Trials, int], None]] = WAYS,
 ) -> Iterator[Row]:
     """Every way with so many runs, then the finals."""
     done: dict[str, Trials] = {}
-    for way, work in WAYS.items():
+    for way, work in ways.items():
         say(f"{workload}: {way}, {runs} runs, seed {seed}")
         path = folder / f"{way}-{runs}-{seed}.jsonl"
         done[way] = Trials(problem, runtime, measurements=runs, path=path, limit_s=LIMIT_S)
@@ -206,7 +213,7 @@ def judged(
     answers = {way: x.incumbent for way, x in done.items() if x.incumbent is not None}
     ran = {way: (x.num_measurements, len(x.samples.placements)) for way, x in done.items()}
     singles = single_devices(problem)[:, problem.graph.group]
-    path = folder / f"finals-{runs}-{seed}.jsonl"
+    path = folder / f"finals-{runs}-{seed} {' + '.join(answers)}.jsonl"
     seconds = finals(problem, runtime, [*singles, *answers.values()], path)
     alone = seconds[:, int(np.argmin(np.median(seconds[:, : len(singles)], axis=0)))]
     for (way, placement), mine in zip(answers.items(), seconds.T[len(singles) :], strict=True):
@@ -243,12 +250,15 @@ def rows(options: Options) -> Iterator[Row]:
         problem: Problem | None = None
         for runs in options.runs:
             for seed in range(options.seeds):
-                if any((r.workload, r.runs, r.seed) == (workload, runs, seed) for r in done):
+                unit = (workload, runs, seed)
+                there = {r.way for r in done if (r.workload, r.runs, r.seed) == unit}
+                ways = {way: WAYS[way] for way in options.ways or WAYS if way not in there}
+                if not ways:
                     continue
                 problem = problem or prepare(workload, options)
                 folder = options.work / workload.replace(":", "-")
                 folder.mkdir(parents=True, exist_ok=True)
-                done += compete(workload, problem, Executor(problem), runs, seed, folder)
+                done += compete(workload, problem, Executor(problem), runs, seed, folder, ways)
                 write_atomic(options.out / f"{NAME}.csv", to_csv(done))
     return iter(done)
 
@@ -281,8 +291,9 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
             Column(f"seconds against {SEARCH}", against),
         ),
         "finished": "; ".join(
-            f"{workload}, {runs:,} runs: {len({r.seed for r in mine})}"
+            f"{workload}, {runs:,} runs: {min(map(len, seeds))}"
             for (workload, runs), mine in groups(rows, "workload", "runs").items()
+            for seeds in [[{r.seed for r in mine if r.way == way} for way in WAYS]]
         ),
     }
 
@@ -297,6 +308,7 @@ STUDY = Study(
         "workloads": Option(WORKLOADS, word=True, metavar="WORKLOAD"),
         "runs": Option((100, 1000), "of every way, re-measured incumbents included"),
         "seeds": Option(5, "of every way"),
+        "ways": Option((), "these alone", choices=[*WAYS]),
         "repeats": Option(10, "of the profile"),
     },
 )
