@@ -182,7 +182,7 @@ def on_real_graphs(results: Path, page: str = "experiments/results") -> str:
 
 def that_ship(results: Path, page: str) -> str:
     """A sentence: what training adds to the policies that pass messages and ship."""
-    rows = gnn.STUDY.read(results)
+    rows = [r for r in gnn.STUDY.read(results) if gnn.unit_of(r).is_released]
 
     def by(objective: str, base: str, budget: str = "few_s") -> str:
         mine = [r for r in rows if r.objective == objective]
