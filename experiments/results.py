@@ -25,7 +25,7 @@ from experiments.grid import Cell, best_known, gain, ratios
 from experiments.learned import dispatch, folds, gnn, split, zero_shot
 from experiments.learned.problems import DRAWN, FAMILIES, REAL
 from experiments.study import RESULTS, ROOT, filled, origin, say
-from experiments.tables import DASH, Column, geometric, groups, read_csv, table
+from experiments.tables import DASH, Column, Mean, geometric, groups, read_csv, table
 from placement.report import gantt
 from placement.report.row import SINGLE
 from placement.tools.files import write_atomic
@@ -181,29 +181,34 @@ def on_real_graphs(results: Path, page: str = "experiments/results") -> str:
 
 
 def that_ship(results: Path, page: str) -> str:
-    """Sentences: what training adds to the policies that pass messages and ship, and elsewhere."""
+    """Sentences: what a recipe for training adds, and to the policies that ship."""
     rows = gnn.STUDY.read(results)
     released = [r for r in rows if gnn.unit_of(r).is_released]
     others = [r for r in rows if not gnn.unit_of(r).is_released]
 
-    def by(rows: list[gnn.Row], objective: str, base: str, budget: str = "few_s") -> str:
+    def by(rows: list[gnn.Row], objective: str, base: str, budget: str = "by_100_ms") -> Mean:
         mine = [r for r in rows if r.objective == objective]
-        return folds.percent(gnn.against(mine, gnn.TRAINED, base, budget))
+        return gnn.against(mine, gnn.TRAINED, base, budget)
 
-    def all_by(rows: list[gnn.Row], objective: str) -> str:
+    def told(rows: list[gnn.Row], objective: str) -> str:
+        rules, before = (by(rows, objective, x) for x in (folds.BEST_RULE, folds.UNTRAINED))
+        few = folds.percent(by(rows, objective, folds.UNTRAINED, "few_s"))
         return (
-            f"{by(rows, objective, folds.UNTRAINED)} against itself untrained and "
-            f"{by(rows, objective, folds.BEST_RULE)} against the rules;\nat equal time, 100 ms, "
-            f"{by(rows, objective, folds.UNTRAINED, 'by_100_ms')} against itself untrained"
+            f"{few}, after 100 ms {folds.percent(before)}, and {folds.percent(rules)} against the "
+            "rules"
         )
 
-    ship = ";\n".join(f"`gnn-{o}` {all_by(released, o)}" for o in folds.OBJECTIVES)
-    again = ";\n".join(f"{o} {all_by(others, o)}" for o in folds.OBJECTIVES)
-    trainings = len({gnn.unit_of(r) for r in others})
+    units = {gnn.unit_of(r) for r in others}
+    reached = [o for o in folds.OBJECTIVES if by(others, o, folds.UNTRAINED, "few_s").high < 1]
+    again = ";\n".join(f"for {o}, {told(others, o)}" for o in folds.OBJECTIVES)
+    ship = ";\n".join(f"`gnn-{o}` {told(released, o)}" for o in folds.OBJECTIVES)
     return (
-        "Two such policies ship, trained by what their best samples are worth. With 33 decodes, "
-        f"on one fold that their training did not see,\n{ship}.\nThe same recipe for other folds "
-        f"and seeds, {trainings} trainings:\n{again} ([page]({page}/learned_gnn.md)).\n"
+        "Another recipe, GraphSAGE and PPO by what the best samples are worth, was to be ahead of "
+        f"itself untrained with 33 decodes.\nThat is reached for "
+        f"{' and '.join(reached) or 'no objective'}, by {len(units)} trainings in "
+        f"{len({u.fold for u in units})} folds, all written down before. Against itself "
+        f"untrained,\n{again}.\nTwo policies of it ship, of an earlier training each, judged by "
+        f"one fold that it did not see:\n{ship} ([page]({page}/learned_gnn.md)).\n"
     )
 
 

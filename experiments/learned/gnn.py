@@ -405,8 +405,8 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     def trainings(objective: str) -> str:
         units = {unit_of(r) for r in others if r.objective == objective}
         by_fold = groups(sorted(units, key=lambda u: (u.fold, u.seed)), "fold")
-        told = (f"{k} with {' '.join(str(u.seed) for u in v)}" for k, v in by_fold.items())
-        return f"{objective} {len(units)} (folds with seeds: {', '.join(told)})"
+        told = (f"fold {k} seeds {[u.seed for u in v]}" for k, v in by_fold.items())
+        return f"{objective} {len(units)} times ({', '.join(told)})"
 
     return {
         "table": compared(released),
