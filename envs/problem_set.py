@@ -49,7 +49,7 @@ def name_of(target: Any) -> str:
 class Measured:
     """An ``Evaluator`` that runs placements for real: ``Measured(Executor, measurements=500)``.
 
-    A placement runs once and keeps its value; the fastest so far runs again with every batch,
+    A placement runs once and keeps its value; the two fastest so far run again with every batch,
     so that drift of the machine cancels (see ``placement.runs.trials.Trials``).
 
     Attributes:

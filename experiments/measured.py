@@ -5,7 +5,7 @@
 **Written before the first run.** A simulator errs, so what is fast is decided by running it. On the
 first two cores of this machine, each a device: three captured models in inference, the period of 16
 micro-batches with 4 in flight, or (``:latency``) the latency of one alone. One *run* is one
-execution of one placement (``placement.runs.trials``); the fastest so far runs again with every
+execution of one placement (``placement.runs.trials``); the fastest so far run again with every
 batch, and those runs count. Every way has ``--runs`` of them in all:
 
 * ``random``: random cuts and scatterings, each once;
@@ -23,10 +23,15 @@ the best single device within a round is what counts. What ``placement plan --me
 changes only if a learner is ahead of ``measured search`` by more than chance over three models and
 five seeds, with 100 runs and with 1,000. What has run lies in ``runs/measured``: after Ctrl-C the
 same command goes on. A row that is in ``results/measured_learning.csv`` is not made again; ways of
-a seed that are run later have finals of their own.
+a seed that are run later (``--ways``) have finals of their own, and another machine has another
+number (``--machine``).
 
 (Changed before the first run of the third model: ``lstm`` in place of ``resnet50``, of which 1,000
-runs of six ways take over an hour a seed.)
+runs of six ways take over an hour a seed. Changed before the rows of the second machine, which is
+noisy: chance and learners, too, have their finalists take turns with the last 30 % of the runs, and
+the two fastest run again with every batch. With one of them, a lucky run became the fastest, its
+next run was taken for a slow round, and the answers of learners were 10 to 50 % slower than what
+they had found.)
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -45,7 +50,7 @@ from experiments.study import Option, Options, Study, StudyError, run, say
 from experiments.tables import Column, geometric, groups, table, to_csv
 from placement.planners import load
 from placement.problem import Placement, Problem
-from placement.runs.measured_search import search_measured
+from placement.runs.measured_search import PARAMS, search_measured
 from placement.runs.trials import BudgetSpent, Runtime, Trials
 from placement.search.evaluation import random_placements, single_devices
 from placement.simulator import score
@@ -62,9 +67,11 @@ RULES = ("heft", "peft", "contiguous_dp", "m_etf", "level_balance", "balanced_sp
 class Row:
     """What a way came to: seconds in the finals, and of the best single device in the same rounds.
 
-    ``ran``: measurements that it made; ``placements``: different ones among them.
+    ``ran``: measurements that it made; ``placements``: different ones among them. Only rows of one
+    ``machine``, numbered, are compared.
     """
 
+    machine: int
     workload: str
     way: str
     runs: int
@@ -152,6 +159,26 @@ def by_learning(recipe: Mapping[str, Any], pretrained: int) -> Callable[..., Non
     return learn
 
 
+def spent(work: Callable[[Trials, int], None], trials: Trials, seed: int) -> None:
+    """The work of a way, which ends with its runs."""
+    with suppress(BudgetSpent):
+        work(trials, seed)
+
+
+def with_finals(work: Callable[[Trials, int], None]) -> Callable[[Trials, int], None]:
+    """The work; then finalists take turns, with as many of the runs as in ``measured search``."""
+
+    def both(trials: Trials, seed: int) -> None:
+        runs = trials.measurements or 0
+        trials.measurements = runs - int(PARAMS.final * runs)
+        spent(work, trials, seed)
+        trials.measurements = runs
+        while trials.num_left >= 1:
+            trials.measure(trials.fastest(PARAMS.finalists))
+
+    return both
+
+
 PPO = {"network": {"hidden": 32, "layers": 2}, "num_envs": 8, "learning_rate": 3e-3}
 GROUP = {
     "formulation": "dispatch",
@@ -166,60 +193,61 @@ GROUP = {
 }
 SEARCH = "measured search"
 WAYS: dict[str, Callable[[Trials, int], None]] = {
-    "random": by_chance,
+    "random": with_finals(by_chance),
     SEARCH: by_search,
     "bandit": by_bandit,
-    "PPO": by_learning(PPO, 0),
-    "group-relative": by_learning(GROUP, 0),
-    "group-relative, pre-trained": by_learning(GROUP, PRETRAINED),
+    "PPO": with_finals(by_learning(PPO, 0)),
+    "group-relative": with_finals(by_learning(GROUP, 0)),
+    "group-relative, pre-trained": with_finals(by_learning(GROUP, PRETRAINED)),
 }
 
 
+class Unit(NamedTuple):
+    """Whose ways have finals together."""
+
+    machine: int
+    workload: str
+    runs: int
+    seed: int
+
+
+def unit_of(row: Row) -> Unit:
+    """The unit of a row."""
+    return Unit(row.machine, row.workload, row.runs, row.seed)
+
+
 def compete(
-    workload: str,
+    unit: Unit,
     problem: Problem,
     runtime: Runtime,
-    runs: int,
-    seed: int,
     folder: Path,
     ways: Mapping[str, Callable[[Trials, int], None]] = WAYS,
 ) -> Iterator[Row]:
     """Every way with so many runs, then the finals."""
     done: dict[str, Trials] = {}
     for way, work in ways.items():
-        say(f"{workload}: {way}, {runs} runs, seed {seed}")
-        path = folder / f"{way}-{runs}-{seed}.jsonl"
-        done[way] = Trials(problem, runtime, measurements=runs, path=path, limit_s=LIMIT_S)
-        spent(work, done[way], seed)
-    yield from judged(workload, problem, runtime, done, runs, seed, folder)
-
-
-def spent(work: Callable[[Trials, int], None], trials: Trials, seed: int) -> None:
-    """The work of a way, which ends with its runs."""
-    with suppress(BudgetSpent):
-        work(trials, seed)
+        say(f"{unit.workload}: {way}, {unit.runs} runs, seed {unit.seed}")
+        path = folder / f"{way}-{unit.runs}-{unit.seed}.jsonl"
+        done[way] = Trials(problem, runtime, measurements=unit.runs, path=path, limit_s=LIMIT_S)
+        spent(work, done[way], unit.seed)
+    yield from judged(unit, problem, runtime, done, folder)
 
 
 def judged(
-    workload: str,
-    problem: Problem,
-    runtime: Runtime,
-    done: Mapping[str, Trials],
-    runs: int,
-    seed: int,
-    folder: Path,
+    unit: Unit, problem: Problem, runtime: Runtime, done: Mapping[str, Trials], folder: Path
 ) -> Iterator[Row]:
     """The finals: answers of the ways, and single devices."""
     answers = {way: x.incumbent for way, x in done.items() if x.incumbent is not None}
     ran = {way: (x.num_measurements, len(x.samples.placements)) for way, x in done.items()}
     singles = single_devices(problem)[:, problem.graph.group]
-    path = folder / f"finals-{runs}-{seed} {' + '.join(answers)}.jsonl"
+    path = folder / f"finals-{unit.runs}-{unit.seed} {' + '.join(answers)}.jsonl"
     seconds = finals(problem, runtime, [*singles, *answers.values()], path)
     alone = seconds[:, int(np.argmin(np.median(seconds[:, : len(singles)], axis=0)))]
     for (way, placement), mine in zip(answers.items(), seconds.T[len(singles) :], strict=True):
         yield Row(
-            workload, way, runs, seed, *ran[way], float(score(problem, placement[None])[0]),
-            float(np.median(mine)), float(np.median(alone)), float(np.median(alone / mine)),
+            unit.machine, unit.workload, way, unit.runs, unit.seed, *ran[way],
+            float(score(problem, placement[None])[0]), float(np.median(mine)),
+            float(np.median(alone)), float(np.median(alone / mine)),
         )  # fmt: skip
 
 
@@ -250,50 +278,52 @@ def rows(options: Options) -> Iterator[Row]:
         problem: Problem | None = None
         for runs in options.runs:
             for seed in range(options.seeds):
-                unit = (workload, runs, seed)
-                there = {r.way for r in done if (r.workload, r.runs, r.seed) == unit}
+                unit = Unit(options.machine, workload, runs, seed)
+                there = {r.way for r in done if unit_of(r) == unit}
                 ways = {way: WAYS[way] for way in options.ways or WAYS if way not in there}
                 if not ways:
                     continue
                 problem = problem or prepare(workload, options)
                 folder = options.work / workload.replace(":", "-")
                 folder.mkdir(parents=True, exist_ok=True)
-                done += compete(workload, problem, Executor(problem), runs, seed, folder, ways)
+                done += compete(unit, problem, Executor(problem), folder, ways)
                 write_atomic(options.out / f"{NAME}.csv", to_csv(done))
     return iter(done)
 
 
+Line = tuple[int, int, str]  # of the table: machine, runs, way
+
+
 def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    def gain(x: tuple[int, str], workload: str | None = None) -> str:
-        mine = [r for r in rows if (r.runs, r.way) == x and workload in (None, r.workload)]
-        return geometric(
-            {k: [r.gain for r in v] for k, v in groups(mine, "workload").items()}
-        ).ratio()
+    def of(x: Line, workload: str | None = None) -> list[Row]:
+        mine = [r for r in rows if (r.machine, r.runs, r.way) == x]
+        return [r for r in mine if workload in (None, r.workload)]
 
-    def against(x: tuple[int, str]) -> str:
-        search = {(r.workload, r.seed): r for r in rows if (r.runs, r.way) == (x[0], SEARCH)}
-        mine = [r for r in rows if (r.runs, r.way) == x]
-        ratios = {
-            k: [search[r.workload, r.seed].gain / r.gain for r in v]
-            for k, v in groups(mine, "workload").items()
-        }
-        return geometric(ratios).percent()
+    def gain(x: Line, workload: str | None = None) -> str:
+        mine = groups(of(x, workload), "workload")
+        return geometric({k: [r.gain for r in v] for k, v in mine.items()}).ratio()
 
-    lines = [(n, way) for n in dict.fromkeys(r.runs for r in rows) for way in WAYS]
+    def against(x: Line) -> str:
+        search = {unit_of(r): r.gain for r in rows if r.way == SEARCH}
+        mine = groups(of(x), "workload").items()
+        return geometric({k: [search[unit_of(r)] / r.gain for r in v] for k, v in mine}).percent()
+
     workloads = dict.fromkeys(r.workload for r in rows)
+    lines = sorted(dict.fromkeys((r.machine, r.runs, r.way) for r in rows), key=lambda x: x[:2])
+    seeds = groups(sorted({unit_of(r) for r in rows}), "machine", "workload", "runs")
     return {
         "table": table(
             lines,
-            Column("runs", lambda x: f"{x[0]:,}"),
-            Column("way", lambda x: x[1]),
+            Column("machine", lambda x: str(x[0])),
+            Column("runs", lambda x: f"{x[1]:,}"),
+            Column("way", lambda x: x[2]),
             *(Column(w, partial(gain, workload=w)) for w in workloads),
             Column("all", gain),
             Column(f"seconds against {SEARCH}", against),
         ),
         "finished": "; ".join(
-            f"{workload}, {runs:,} runs: {min(map(len, seeds))}"
-            for (workload, runs), mine in groups(rows, "workload", "runs").items()
-            for seeds in [[{r.seed for r in mine if r.way == way} for way in WAYS]]
+            f"machine {machine}, {workload}, {runs:,} runs: {len(mine)}"
+            for (machine, workload, runs), mine in seeds.items()
         ),
     }
 
@@ -309,6 +339,7 @@ STUDY = Study(
         "runs": Option((100, 1000), "of every way, re-measured incumbents included"),
         "seeds": Option(5, "of every way"),
         "ways": Option((), "these alone", choices=[*WAYS]),
+        "machine": Option(1, "number of this machine: only rows of one are compared"),
         "repeats": Option(10, "of the profile"),
     },
 )

@@ -54,7 +54,8 @@ def learning(bench: Bench) -> None:
                 bench.emit(f"{key}, {way}", ran=done[way].num_measurements, best_ms=ms)
             if hangs:
                 return
-        for row in measured.judged(key, problem, runtime, done, runs, 0, Path(folder)):
+        unit = measured.Unit(1, key, runs, 0)
+        for row in measured.judged(unit, problem, runtime, done, Path(folder)):
             facts = {"ran": row.ran, "measured_ms": row.measured_s * 1e3, "gain": row.gain}
             bench.emit(f"{key}, {row.way}", **facts, predicted_ms=row.predicted_s * 1e3)
 

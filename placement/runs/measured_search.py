@@ -102,7 +102,7 @@ def search_measured(
         state.learn()
     while trials.num_left >= 1:
         say(f"finalists, fastest {state.best_s:.4g} s", trials.used)
-        trials.measure(state.finalists())
+        trials.measure(trials.fastest(PARAMS.finalists))
         state.learn()
     placements, levels = trials.samples.placements, state.levels
     single_s = [s for p, s in zip(placements, levels, strict=True) if p.tobytes() in singles]
@@ -181,12 +181,6 @@ class _State:
         best = int(np.argmin(self.levels))
         self.incumbent, self.best_s = placements[best], float(self.levels[best])
         self.curve.append((self.trials.num_measurements, self.best_s))
-
-    def finalists(self) -> Placement:
-        """int32 ``[K, N]`` the lowest that ran."""
-        return self.trials.samples.placements[
-            np.argsort(self.levels, kind="stable")[: PARAMS.finalists]
-        ]
 
     def choose(self) -> list[Placement]:
         """What to measure next beside the incumbent: the best ``batch`` that have not run.

@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
+KNOWN = 2  # the fastest run again with every batch: one alone does not tell luck from a slow round
 
 
 class TrialError(ValueError):
@@ -80,9 +81,11 @@ class Samples:
 class Trials:
     """The latency or period of placements, measured; a callable ``[B, N] -> [B]`` seconds.
 
-    Placements run in *rounds*, one after another. Every round holds the incumbent (the fastest
-    so far), so what slows the machine down for a while shows in the incumbent too and cancels
-    in the ratio to it (see ``levels``). A placement that has run is not run again unless
+    Placements run in *rounds*, one after another. Every round holds the two fastest so far, so
+    what slows the machine down for a while shows in them too and cancels in the ratio to them
+    (see ``levels``), and a placement that was lucky is found out beside the one that it replaced.
+    On a noisy machine some of the budget is for the ``fastest`` taking turns at the end, as
+    ``search_measured`` does. A placement that has run is not run again unless
     ``measure`` is asked to: its value is kept. A placement that the simulator knows not to fit
     is worth inf and never runs. One run of one placement, re-measured incumbents included, is
     one *measurement* of the budget.
@@ -180,8 +183,11 @@ class Trials:
     @property
     def incumbent(self) -> Placement | None:
         """int32 ``[N]`` with the lowest level, None before the first run."""
-        placements = self.samples.placements
-        return placements[np.argmin(self.levels)] if len(placements) else None
+        return next(iter(self.fastest(1)), None)
+
+    def fastest(self, count: int) -> Placement:
+        """int32 ``[<= count, N]`` that ran and have the lowest levels, the fastest first."""
+        return self.samples.placements[np.argsort(self.levels, kind="stable")[:count]]
 
     def measure(self, placements: ArrayLike) -> None:
         """Run placements int32 ``[K, N]``, each once, as one round; as many as the budget allows.
@@ -250,7 +256,7 @@ class Trials:
     def __call__(self, placements: ArrayLike) -> Floats:
         """Seconds float64 ``[B]`` of placements int32 ``[B, N]``; inf where they do not fit.
 
-        What has not run yet runs now, ``rounds`` times, together with the incumbent.
+        What has not run yet runs now, ``rounds`` times, together with the two fastest so far.
 
         Raises:
             TrialError: the budget does not suffice.
@@ -261,9 +267,8 @@ class Trials:
         distinct = {p.tobytes(): p for p in rows if p.tobytes() not in ran}
         fits = np.isfinite(self.simulate(list(distinct.values())))
         new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
-        for at in range(0, len(new), 16):  # between two looks at the incumbent
-            part, first = new[at : at + 16], self.incumbent
-            batch = part if first is None else [first, *part]
+        for at in range(0, len(new), 16):  # between two looks at the fastest
+            batch = [*self.fastest(KNOWN), *new[at : at + 16]]
             if self._played < len(self._rounds) and not self._is_next(batch):
                 self._played = len(self._rounds)
                 return self(rows)

@@ -378,8 +378,9 @@ def test_every_way_has_as_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     problem = layered_problem(12)
     ways = {name: by_clock.WAYS[name] for name in ("random", "bandit")}
     monkeypatch.setattr(by_clock, "ARMS", 6)
-    rows = list(by_clock.compete("p", problem, Biased(problem), 24, 0, tmp_path, ways))
+    unit = by_clock.Unit(1, "p", 24, 0)
+    rows = list(by_clock.compete(unit, problem, Biased(problem), tmp_path, ways))
     assert [(r.way, r.ran) for r in rows] == [(name, 24) for name in ways]
     assert all(r.gain == pytest.approx(r.single_s / r.measured_s, rel=1e-6) for r in rows)
-    again = list(by_clock.compete("p", problem, Biased(problem), 24, 0, tmp_path, ways))
+    again = list(by_clock.compete(unit, problem, Biased(problem), tmp_path, ways))
     assert again == rows  # played back from the files

@@ -31,18 +31,29 @@ def test_latency_is_of_micro_batches_alone_and_period_of_many() -> None:
         assert trials([A, B]) == pytest.approx(score(problem, [A, B]))
 
 
-def test_what_has_run_is_not_run_again_and_the_incumbent_is_with_every_batch() -> None:
+def test_what_has_run_is_not_run_again_and_the_two_fastest_are_with_every_batch() -> None:
     runtime = Biased(PROBLEM)
     trials = Trials(PROBLEM, runtime)
     first = trials([A, B, A])
     assert runtime.runs == [tuple(A), tuple(B)] and first[0] == first[2]
-    best = tuple((A, B)[int(np.argmin(first[:2]))])
+    fast, slow = (tuple((A, B)[i]) for i in np.argsort(first[:2]))
     trials([B, C])
-    # The second round runs backwards: the new one, then the incumbent.
-    assert runtime.runs[2:] == [tuple(C), best]
+    # The second round runs backwards: the new one, then the others, the fastest last.
+    assert runtime.runs[2:] == [tuple(C), slow, fast]
     trials([A, B, C])
-    assert len(runtime.runs) == 4 == trials.num_measurements
-    assert len(trials.samples.index) == 4 and len(trials.samples.placements) == 3
+    assert len(runtime.runs) == 5 == trials.num_measurements
+    assert len(trials.samples.index) == 5 and len(trials.samples.placements) == 3
+
+
+def test_a_lucky_run_is_found_out_beside_what_it_replaced() -> None:
+    order = np.argsort(score(PROBLEM, [A, B, C, D]))
+    fast, other, new, lucky = np.array([A, B, C, D])[order]
+    # Runs: fast | lucky, fast | then by levels. The second one takes a third of its time.
+    trials = Trials(PROBLEM, Biased(PROBLEM, lambda run: 1 / 3 if run == 1 else 1.0))
+    trials([fast]), trials([lucky])
+    assert (trials.incumbent == lucky).all()
+    trials([new]), trials([other])
+    assert (trials.incumbent == fast).all()
 
 
 def test_rounds_are_interleaved_and_their_median_counts() -> None:
@@ -145,14 +156,14 @@ def test_levels_of_a_steady_machine_are_medians(seed: int) -> None:
 
 def test_a_budget_of_measurements_counts_incumbents() -> None:
     runtime = Biased(PROBLEM)
-    trials = Trials(PROBLEM, runtime, measurements=4)
+    trials = Trials(PROBLEM, runtime, measurements=5)
     trials([A, B])
-    assert trials.num_left == 2 and trials.used == 0.5
-    with pytest.raises(TrialError, match="before 1 placements have run: allow more than 4"):
-        trials([C, D])  # the incumbent and C use up what is left
-    assert len(runtime.runs) == 4 and trials.num_left == 0
+    assert trials.num_left == 3 and trials.used == 0.4
+    with pytest.raises(TrialError, match="before 1 placements have run: allow more than 5"):
+        trials([C, D])  # A, B and C use up what is left
+    assert len(runtime.runs) == 5 and trials.num_left == 0
     assert np.isfinite(trials([A, B, C])).all()  # these are known
-    with pytest.raises(TrialError, match=r"the budget is spent: 4 of 4 runs"):
+    with pytest.raises(TrialError, match=r"the budget is spent: 5 of 5 runs"):
         trials.measure([A])
 
 
@@ -215,11 +226,11 @@ def test_other_rounds_than_the_file_has_are_run_and_what_it_has_is_known(tmp_pat
     runtime = Biased(PROBLEM)
     trials = Trials(PROBLEM, runtime, path=path)
     assert trials([B, C])[0] > 0  # not what came first in the file, but B is in it
-    assert trials.num_measurements == 4 and len(trials([A, B, C])) == 3
-    assert runtime.runs[0] == tuple(C) and runtime.runs[1] in (tuple(A), tuple(B))
+    assert trials.num_measurements == 5 and len(trials([A, B, C])) == 3
+    assert runtime.runs[0] == tuple(C) and {*runtime.runs[1:]} == {tuple(A), tuple(B)}
     other = Trials(PROBLEM, runtime, path=path)
     other.measure([D])
-    assert other.num_measurements == 5
+    assert other.num_measurements == 6
 
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:
