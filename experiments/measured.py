@@ -173,7 +173,7 @@ def with_finals(work: Callable[[Trials, int], None]) -> Callable[[Trials, int], 
         trials.measurements = runs - int(PARAMS.final * runs)
         spent(work, trials, seed)
         trials.measurements = runs
-        while trials.num_left >= 1:
+        while trials.num_left >= 1 and trials.incumbent is not None:
             trials.measure(trials.fastest(PARAMS.finalists))
 
     return both

@@ -268,7 +268,8 @@ class Trials:
         fits = np.isfinite(self.simulate(list(distinct.values())))
         new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
         for at in range(0, len(new), 16):  # between two looks at the fastest
-            batch = [*self.fastest(KNOWN), *new[at : at + 16]]
+            able = int(np.isfinite(self.levels).sum())  # what does not fit, or hangs, says nothing
+            batch = [*self.fastest(min(KNOWN, able)), *new[at : at + 16]]
             if self._played < len(self._rounds) and not self._is_next(batch):
                 self._played = len(self._rounds)
                 return self(rows)

@@ -93,6 +93,8 @@ def test_what_runs_beyond_the_limit_is_worth_inf_and_what_hangs_is_known(tmp_pat
     trials = Trials(PROBLEM, runtime, limit_s=0.15)
     assert trials([B]).tolist() == [np.inf]  # B has operator 1 on device 1
     assert trials([A, C]) == pytest.approx(score(PROBLEM, [A, C]))
+    trials([D])
+    assert runtime.runs.count(tuple(B)) == 1  # and is not run with every batch
     runtime.sleeps_s = 2.0
     hanging = Trials(PROBLEM, runtime, path=file, limit_s=0.05)
     with pytest.raises(TrialError, match=r"has not ended after 0.25 s.*resume=true"):
