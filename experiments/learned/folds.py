@@ -350,14 +350,14 @@ def network_of(arm: str) -> dict[str, Any]:
     return {"scorer": 32, "finish_weight": 4.0, "encoder": encoder, "layers": 3}
 
 
-def untrained(options: Options, formulation: str = "dispatch") -> Path:
+def untrained(options: Options, formulation: str = "dispatch", seed: int = 0) -> Path:
     """The file of the network of ``MESSAGES``, or of ``PPO``, in which nothing was trained."""
     from agents.trained import TrainedPolicy, untrained_net
 
-    path: Path = options.work / f"untrained-{formulation}.safetensors"
+    path: Path = options.work / f"untrained-{formulation}-{seed}.safetensors"
     if not path.is_file():
         config = network_of(MESSAGES) if formulation == "dispatch" else PPO_NETWORK
-        TrainedPolicy(untrained_net(config, formulation)).save(path)
+        TrainedPolicy(untrained_net(config, formulation, seed)).save(path)
     return path
 
 

@@ -48,6 +48,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ from experiments.learned.folds import (
     others,
     percent,
     rounded,
+    untrained,
 )
 from experiments.runs import warm
 from experiments.study import Option, Options, Study, StudyError, say
@@ -233,12 +235,7 @@ def few(policy: TrainedPolicy, problem: Problem, start: Solution, seed: int = 0)
 
 def before(unit: Unit, options: Options) -> Path:
     """The file of its network before the training."""
-    from agents.trained import TrainedPolicy, untrained_net
-
-    path: Path = options.work / f"untrained-{unit.seed}.safetensors"
-    if not path.is_file():
-        TrainedPolicy(untrained_net(PPO_NETWORK, "sequential", unit.seed)).save(path)
-    return path
+    return untrained(options, "sequential", unit.seed)
 
 
 def best(unit: Unit, options: Options) -> Path:
@@ -313,17 +310,15 @@ def rows(options: Options) -> list[Row] | None:
     if options.train:
         return None
     there = STUDY.read(options.out)
-    for seed in range(options.seeds):
-        for fold in options.folds:
-            for objective in options.objectives:
-                unit = Unit(objective, fold, seed)
-                if any(unit_of(row) == unit for row in there):
-                    continue
-                made = list(rows_of(unit, options))
-                # Another process may have added others meanwhile.
-                there = [*STUDY.read(options.out), *made]
-                there.sort(key=lambda r: (not unit_of(r).is_released, r.seed, r.fold, r.objective))
-                write_atomic(options.out / f"{NAME}.csv", to_csv(there))
+    for seed, fold, objective in product(range(options.seeds), options.folds, options.objectives):
+        unit = Unit(objective, fold, seed)
+        if any(unit_of(row) == unit for row in there):
+            continue
+        made = list(rows_of(unit, options))
+        # Another process may have added others meanwhile.
+        there = [*STUDY.read(options.out), *made]
+        there.sort(key=lambda r: (not unit_of(r).is_released, r.seed, r.fold, r.objective))
+        write_atomic(options.out / f"{NAME}.csv", to_csv(there))
     return there
 
 
