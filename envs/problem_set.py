@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from envs.rewards import Outcome, Reward, log_speedup, log_speedups
 from placement.problem import Placement, Planner, Problem
+from placement.runs.measured_search import PARAMS
 from placement.runs.trials import Runtime, Trials, fingerprint
 from placement.search.evaluation import device_classes, single_devices
 from placement.simulator import score
@@ -49,8 +50,8 @@ def name_of(target: Any) -> str:
 class Measured:
     """An ``Evaluator`` that runs placements for real: ``Measured(Executor, measurements=500)``.
 
-    A placement runs once and keeps its value; the two fastest so far run again with every batch,
-    so that drift of the machine cancels (see ``placement.runs.trials.Trials``).
+    A placement runs once; the two fastest so far run again with every batch, so that drift of the
+    machine cancels, and values of what has run follow (see ``placement.runs.trials.Trials``).
 
     Attributes:
         runtime: called once per problem; makes what runs its placements.
@@ -60,6 +61,7 @@ class Measured:
         folder: keeps what has run, a file per problem; the same training continues from it.
             None: nothing is kept.
         limit_s: seconds of a run, beyond which the placement is worth inf (see ``Trials``).
+        final: share of the ``measurements`` that is for ``finals``.
     """
 
     runtime: Callable[[Problem], Runtime]
@@ -67,6 +69,7 @@ class Measured:
     measurements: int | None = None
     folder: str | Path | None = None
     limit_s: float | None = None
+    final: float = 0.0
     _made: dict[int, Trials] = field(default_factory=dict, repr=False)
 
     def __call__(self, problem: Problem, placements: Placement) -> Floats:
@@ -88,11 +91,29 @@ class Measured:
                 problem,
                 self.runtime(problem),
                 rounds=self.repeats,
-                measurements=self.measurements,
+                measurements=None if self.measurements is None else self.measurements - self._last,
                 path=path,
                 limit_s=self.limit_s,
             )
         return self._made[id(problem)]
+
+    @property
+    def _last(self) -> int:
+        """How many runs are for the finals."""
+        return int(self.final * (self.measurements or 0))
+
+    def release(self) -> None:
+        """What was kept for ``finals`` may be used."""
+        for trials in self._made.values():
+            trials.measurements = self.measurements
+
+    def finals(self, problem: Problem) -> None:
+        """The fastest of a problem take turns with the runs that were kept: luck is found out."""
+        trials = self.trials(problem)
+        if self.measurements is not None:
+            trials.measurements = min(self.measurements, trials.num_measurements + self._last)
+            while trials.take_turn(PARAMS.finalists):
+                pass
 
 
 class Sizes(NamedTuple):

@@ -12,10 +12,11 @@ if __name__ == "__main__":  # before anything else is imported, as Ctrl-C may co
 
 import hashlib
 import json
+import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from hydra.core.hydra_config import HydraConfig
@@ -38,7 +39,8 @@ from agents.cli.job import (
 )
 from agents.cli.sweeps import is_best_of_sweep, once
 from placement.cli import say, search_here, seconds
-from placement.problem import Planner, Problem, Solution
+from placement.planners import PlannerError
+from placement.problem import Placement, Planner, Problem, Solution
 from placement.runs.compare import describe, prepared, problem_fingerprint
 from placement.tools.files import write_atomic
 
@@ -46,10 +48,11 @@ if TYPE_CHECKING:
     from agents.trained import TrainedPolicy
     from agents.training.callbacks import Row
     from agents.training.config import TrainConfig
-    from envs.problem_set import Evaluator
+    from envs.problem_set import Evaluator, Measured
 
 
 MEASURED = "measured"
+RAN = "ran"  # in the table: the fastest placement that has run
 
 
 def app(cfg: DictConfig) -> float:
@@ -61,6 +64,8 @@ def _train(cfg: DictConfig) -> float:
     from agents.planner import PolicyPlanner
     from agents.trained import TrainedPolicy, untrained_net
     from envs.perturbation import Perturbation
+    from envs.problem_set import Measured
+    from placement.report.table import geometric_mean
     from placement.runs.compare import compare
     from placement.search.planner import Budget
     from placement.tools.parallel import check
@@ -94,7 +99,7 @@ def _train(cfg: DictConfig) -> float:
             drawn = Perturbation(variants=cfg.variants, seed=cfg.seed)(list(machines.values()))
             machines |= dict(zip(names, drawn[len(machines) :], strict=True))
         others = [problems[name] for name in held_out]
-        evaluator = _evaluator(run, machines)
+        evaluator = _evaluator(run, problems)
         trained = _trained(run, config, machines, others, policy, baseline, expert, evaluator)
         file, card = run.folder / "policy.safetensors", run.folder / "card.json"
         trained.save(file)
@@ -112,9 +117,10 @@ def _train(cfg: DictConfig) -> float:
             planners[name] = PolicyPlanner(
                 weights, search=False, allow=allow, seed=cfg.seed, baseline=baseline
             )
+        ran = {RAN: _Ran.of(evaluator, problems)} if isinstance(evaluator, Measured) else {}
         comparison = compare(
             problems,
-            planners,
+            planners | ran,
             [cfg.seed],
             budget=Budget(cfg.seconds, cfg.evaluations),
             out_dir=run.folder,
@@ -126,10 +132,11 @@ def _train(cfg: DictConfig) -> float:
         run.mirror.artifact("policy", "policy", file, card, aliases=best)
         contents = "policy.safetensors, metrics.csv, compare.csv, compare.md"
         if not fresh:  # of drawn samples nobody runs a plan: the table says it all
-            save_best(run, comparison, problems, planners, chosen)
+            told = [row for row in comparison.rows if not ran or row.planner == RAN]
+            save_best(run, replace(comparison, rows=tuple(told)), problems, planners, chosen)
             save_report(run)
             contents += ", report.html" * (run.folder / "report.html").is_file() + ", plans"
-    if cfg.evaluator == MEASURED:
+    if isinstance(evaluator, Measured):
         _say_measured(evaluator, machines)
         if trained.card["updates"] == 0:
             say(
@@ -139,7 +146,26 @@ def _train(cfg: DictConfig) -> float:
             )
         contents += ", measured/*.jsonl"
     show(run, comparison, contents)
+    if isinstance(evaluator, Measured):
+        return geometric_mean(s.value_s for s in trained.best)
     return metric_s(replace(comparison, rows=tuple(mine)))
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """The fastest placement that has run, by fingerprint of the problem."""
+
+    fastest: Mapping[str, Placement]
+
+    @classmethod
+    def of(cls, measured: Measured, problems: Mapping[str, Problem]) -> _Ran:
+        found = {problem_fingerprint(p): measured.trials(p).incumbent for p in problems.values()}
+        return cls({key: placement for key, placement in found.items() if placement is not None})
+
+    def __call__(self, problem: Problem) -> Solution:
+        if (found := self.fastest.get(problem_fingerprint(problem))) is None:
+            raise PlannerError("no placement that fits has run")
+        return Solution(found, np.nan)
 
 
 def _trained(
@@ -196,6 +222,7 @@ def _evaluator(run: Job, problems: Mapping[str, Problem]) -> Evaluator:
     """
     from envs.problem_set import Measured
     from placement.executor import Executor
+    from placement.runs.measured_search import PARAMS
     from placement.simulator import score
 
     if run.cfg.evaluator != MEASURED:
@@ -208,11 +235,14 @@ def _evaluator(run: Job, problems: Mapping[str, Problem]) -> Evaluator:
                 f"evaluator={MEASURED} runs placements: {name} must be a model on devices of this "
                 f"machine, for objective=period or latency, without variants and generators"
             )
+    folder, kept = run.folder / MEASURED, PARAMS.final
+    if not run.cfg.resume:  # runs of another training would be charged to this one
+        shutil.rmtree(folder, ignore_errors=True)
     limits = {"measurements": run.cfg.measurements, "limit_s": run.cfg.limit_s}
-    return Measured(Executor, folder=run.folder / MEASURED, **limits)
+    return Measured(Executor, folder=folder, final=kept, **limits)
 
 
-def _say_measured(evaluator: Any, problems: Mapping[str, Problem]) -> None:
+def _say_measured(evaluator: Measured, problems: Mapping[str, Problem]) -> None:
     """Of each problem the fastest placement that has run, beside the fastest single device."""
     from placement.search.evaluation import single_devices
 

@@ -138,7 +138,9 @@ class DispatchNet(nn.Module):
         groups = devices = torch.zeros(0, 0)
         if self.config.encoder is not None:
             with torch.no_grad():
-                encoded = self.encode(GraphStore([problem]), torch.zeros(1).long())
+                device = self.linear.weight.device
+                store = GraphStore([problem]).to(device)
+                encoded = self.encode(store, torch.zeros(1, dtype=torch.long, device=device))
             assert encoded is not None
             groups, devices = encoded.groups[0], encoded.devices[0]
         return arrays(

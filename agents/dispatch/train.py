@@ -151,7 +151,7 @@ class GroupRelative(OnPolicyAlgorithm):
             values = np.asarray(evaluator(problem, placements))
         able = np.isfinite(values)
         logs = np.log(np.where(able, np.maximum(values, 1e-300), 1.0))
-        logs[~able] = logs[able].max(initial=0.0) + 1.0  # worse than all that can run
+        logs[~able] = logs[able].max(initial=logs.min()) + 1.0  # worse than all that can run
         advantage = (logs.mean() - logs) / (logs.std() + 0.01)
         chosen: Any = [int(logs.argmin())] if self.imitate else range(self.episodes)
         if np.ptp(logs) < 1e-9:

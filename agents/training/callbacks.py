@@ -7,6 +7,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -24,8 +25,10 @@ from agents.trained import Net, TrainedPolicy
 from agents.training.config import TrainConfig
 from agents.training.tasks import Tasks
 from envs.generators import Generator
+from envs.problem_set import Measured, choice_of
 from envs.sb3 import PlacementVecEnv
 from placement.problem import Solution
+from placement.runs.trials import BudgetSpent
 from placement.simulator import score
 from placement.tools.files import csv_text, write_arrays, write_atomic
 
@@ -92,8 +95,28 @@ class Training(BaseCallback):
         """Geometric mean over the problems of reference over ``seconds [P]``."""
         return float(np.exp(self.tasks.problems.speedups(seconds).mean()))
 
+    def _learn_levels(self) -> None:
+        """Where placements run, what they are worth follows what ran later: a lucky run is no best.
+
+        It knows of episodes that a spent budget cut off, too.
+        """
+        rules, problems = self.env.rules, self.tasks.problems
+        if not isinstance(problems.evaluator, Measured):
+            return
+        for i, problem in enumerate(problems.problems):
+            trials, start = problems.evaluator.trials(problem), self.tasks.starts[i]
+            if (fastest := trials.incumbent) is not None:
+                rules.best_choices[i, : problem.graph.num_groups] = choice_of(problem, fastest)
+                rules.best_s[i] = trials.levels.min()
+            if start is not None:
+                self.tasks.start_s[i] = trials(start[None])[0]
+
     def best(self) -> tuple[Solution, ...]:
-        """The best placement ever evaluated of each problem."""
+        """The best placement of each problem: of all that ran, or of all that were kept.
+
+        In the simulator ``agents.dispatch.train.GroupRelative`` keeps those of its checks alone.
+        """
+        self._learn_levels()
         rules, problems = self.env.rules, self.tasks.problems
         stats = {"evaluations": rules.num_evaluations}
         solutions = []
@@ -175,9 +198,16 @@ class Training(BaseCallback):
         return not self.stop
 
     def _on_training_end(self) -> None:
-        self.steps = self.num_timesteps
-        self.check()
+        self.steps, evaluator = self.num_timesteps, self.tasks.problems.evaluator
+        if isinstance(evaluator, Measured):
+            evaluator.release()
+        with suppress(BudgetSpent):  # what the network answers may have run before
+            self.check()
+        if isinstance(evaluator, Measured):
+            for problem in self.tasks.problems.problems:
+                evaluator.finals(problem)
         self.record()
+        self.write()
 
     def check(self) -> None:
         """Decode greedily, or search a little; keep the weights if they are the best so far."""
@@ -200,6 +230,7 @@ class Training(BaseCallback):
 
     def record(self) -> None:
         """Write and report the row of now."""
+        self._learn_levels()
         rules, values = self.env.rules, self.model.logger.name_to_value
         row: Row = {
             "steps": self.num_timesteps,

@@ -151,8 +151,7 @@ def _learn(
     try:
         agent.learn(left, training, log_interval=None, reset_num_timesteps=not went_on)  # type: ignore[arg-type]
     except BudgetSpent:  # of measurements: a limit like the others
-        training.record()
-        training.write()
+        training.on_training_end()
     finally:
         training.steps, training.updates = told.num_timesteps, told._n_updates
 
@@ -211,7 +210,8 @@ def make_agent(
     first, last = config.learning_rate, config.last_learning_rate
     observed = "nodes" in env.observation_space.spaces  # type: ignore[attr-defined]
     options: dict[str, Any] = {
-        "learning_rate": lambda left: between(last, first, left),
+        # What is left is below 0 in the last update, whose rollout goes beyond the end.
+        "learning_rate": lambda left: between(last, first, max(0.0, left)),
         "n_steps": steps,
         "batch_size": _part(steps * env.num_envs, config.minibatches),
         "n_epochs": config.epochs,

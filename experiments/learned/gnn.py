@@ -203,7 +203,8 @@ def trained(unit: Unit, options: Options) -> list[Path]:
     from agents.training import train
 
     folder = options.work / unit.name
-    last, seen = folder / "last.safetensors", set[int]()
+    last = folder / "last.safetensors"
+    seen = {last.stat().st_mtime_ns} if last.is_file() else set()  # of before an interruption
 
     def keep(row: dict[str, float]) -> None:
         written = last.stat().st_mtime_ns

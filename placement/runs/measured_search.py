@@ -100,10 +100,9 @@ def search_measured(
             break
         trials.measure(np.stack([state.incumbent, *chosen]))
         state.learn()
-    while trials.num_left >= 1:
-        say(f"finalists, fastest {state.best_s:.4g} s", trials.used)
-        trials.measure(trials.fastest(PARAMS.finalists))
+    while trials.take_turn(PARAMS.finalists):
         state.learn()
+        say(f"finalists, fastest {state.best_s:.4g} s", trials.used)
     placements, levels = trials.samples.placements, state.levels
     single_s = [s for p, s in zip(placements, levels, strict=True) if p.tobytes() in singles]
     stats = {

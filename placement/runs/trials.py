@@ -182,12 +182,22 @@ class Trials:
 
     @property
     def incumbent(self) -> Placement | None:
-        """int32 ``[N]`` with the lowest level, None before the first run."""
+        """int32 ``[N]`` with the lowest level, None before the first that fits."""
         return next(iter(self.fastest(1)), None)
 
     def fastest(self, count: int) -> Placement:
-        """int32 ``[<= count, N]`` that ran and have the lowest levels, the fastest first."""
-        return self.samples.placements[np.argsort(self.levels, kind="stable")[:count]]
+        """int32 ``[<= count, N]`` that ran, and fit, with the lowest levels; the fastest first."""
+        able = int(np.isfinite(self.levels).sum())
+        order = np.argsort(self.levels, kind="stable")
+        return self.samples.placements[order[: min(count, able)]]
+
+    def take_turn(self, count: int) -> bool:
+        """Run the ``count`` fastest once more, as a round; False: no run is left, or none fits."""
+        finalists = self.fastest(count)
+        if self.num_left < 1 or not len(finalists):
+            return False
+        self.measure(finalists)
+        return True
 
     def measure(self, placements: ArrayLike) -> None:
         """Run placements int32 ``[K, N]``, each once, as one round; as many as the budget allows.
@@ -268,8 +278,7 @@ class Trials:
         fits = np.isfinite(self.simulate(list(distinct.values())))
         new = [p for p, good in zip(distinct.values(), fits, strict=True) if good]
         for at in range(0, len(new), 16):  # between two looks at the fastest
-            able = int(np.isfinite(self.levels).sum())  # what does not fit, or hangs, says nothing
-            batch = [*self.fastest(min(KNOWN, able)), *new[at : at + 16]]
+            batch = [*self.fastest(KNOWN), *new[at : at + 16]]
             if self._played < len(self._rounds) and not self._is_next(batch):
                 self._played = len(self._rounds)
                 return self(rows)
@@ -291,12 +300,19 @@ class Trials:
         return self._rounds[self._played].keys == [p.tobytes() for p in placements]
 
     def _run(self, placement: Placement) -> float:
-        if self.problem.objective is Objective.LATENCY:
-            line = self.runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
-            seconds = float(np.median(line.span_s))
-        else:
-            line = self.runtime.run(placement, num_microbatches=self.problem.num_microbatches)
-            seconds = line.period_s
+        alone = self.problem.objective is Objective.LATENCY
+        some: Any = {"num_microbatches": self.problem.num_microbatches}
+        if alone:
+            some = {"num_microbatches": LATENCY_RUNS, "max_in_flight": 1}
+        try:
+            line = self.runtime.run(placement, **some)
+        except RuntimeError as error:
+            from placement.executor.alone import is_short
+
+            if is_short(error):  # of a GPU: it does not fit
+                return np.inf
+            raise
+        seconds = float(np.median(line.span_s)) if alone else line.period_s
         peak = line.peak_bytes
         fits = peak is None or bool((peak <= self.problem.memory_bytes).all())
         return seconds if fits else np.inf

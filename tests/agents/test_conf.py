@@ -35,6 +35,7 @@ from placement.report.gantt import PlotError
 from placement.report.html import write_report
 from placement.report.run_folder import measured_timelines
 from placement.report.trace import read_traces
+from placement.runs.compare import placement_id
 from placement.runs.tracking import LocalTracker, Tracker, WandbTracker
 from placement.testing import small_problems
 
@@ -463,6 +464,16 @@ def test_a_training_by_the_clock_runs_what_it_tries(run, tmp_path):
     assert sum(len(r["seconds"]) for r in rounds) == 12  # the budget ends the training
     assert "in 12 runs; " in told and "inf" not in told and "nothing was learned" in told
     assert len((tmp_path / "out" / "metrics.csv").read_text().splitlines()) == 3  # the end, too
+    # What ran fastest is the plan.
+    ran = next(r for r in rows_of(tmp_path / "out") if r["planner"] == "ran")
+    plan = json.loads((tmp_path / "out" / "tiny_branches" / "plan.json").read_text())
+    with np.load(tmp_path / "out" / "best.npz") as best:
+        assert placement_id(best["placement_0"]) == ran["placement_id"]
+    assert plan["planner"]["name"] == "ran"
+    # Another training in the same folder has all its runs.
+    (tmp_path / "out" / "checkpoint.pt").unlink()
+    another = run("train", *words, "training.network.hidden=8", "seed=1").err
+    assert "in 12 runs; " in another and "nothing was learned" in another
 
 
 def test_of_a_generator_the_table_is_written_and_no_plans(run, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,21 @@ def test_a_spent_budget_of_measurements_ends_the_training(tmp_path: Path) -> Non
     best = policy.best[0]
     assert best.value_s == pytest.approx(score(problem, best.placement)[0])
     assert (tmp_path / "policy.safetensors").is_file() and (tmp_path / "best.npz").is_file()
+
+
+def test_a_lucky_run_is_not_the_answer_of_a_training() -> None:
+    # Two groups, two devices: (0, 1) is the fastest of four. What runs first, the start, is lucky:
+    # a tenth of its time. It takes turns with the others, and loses.
+    problem = chain([[1, 9], [9, 1]], latency_s=0.1)
+    lucky = partial(Biased, slow=lambda run: 0.1 if run == 0 else 1.0)
+    measured = Measured(lucky, measurements=40, final=0.5)
+    config = TrainConfig(total_steps=200, network=SMALL)
+    start = np.zeros(2, np.int32)
+    policy = train([problem], config=config, warm=[start], evaluator=measured)
+    ran = measured.trials(problem)
+    assert ran.num_measurements > 20 and ran.samples.of(start)[0] < score(problem, [0, 1])[0]
+    assert policy.best[0].placement.tolist() == [0, 1]
+    assert policy.best[0].value_s == ran.levels.min()
 
 
 def test_a_training_runs_placements_on_a_gpu() -> None:
