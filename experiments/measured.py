@@ -12,7 +12,8 @@ batch, and those runs count. Every way has ``--runs`` of them in all:
 * ``measured search``: ``placement.runs.measured_search``, which ``placement plan --measurements``
   uses;
 * ``bandit``: the best ``ARMS`` placements by the simulator, of searches with several seeds and of
-  rules; sequential halving (Karnin, Koren and Somekh, ICML 2013) decides which runs again;
+  rules; sequential halving (Karnin, Koren and Somekh, ICML 2013) decides which runs again. With
+  100 runs the first round has 16, so the others never run;
 * ``PPO``: ``sequential`` with message passing, stable-baselines3, warm-started at ``best_of``;
 * ``group-relative``: ``dispatch`` with message passing, from the untrained network, a rule;
 * ``group-relative, pre-trained``: the same after ``PRETRAINED`` steps on the same problem in the
@@ -23,8 +24,8 @@ the best single device within a round is what counts. What ``placement plan --me
 changes only if a learner is ahead of ``measured search`` by more than chance over three models and
 five seeds, with 100 runs and with 1,000. What has run lies in ``runs/measured``: after Ctrl-C the
 same command goes on. A row that is in ``results/measured_learning.csv`` is not made again; ways of
-a seed that are run later (``--ways``) have finals of their own, and another machine has another
-number (``--machine``).
+a seed that are run later (``--ways``) have finals of their own. Another machine has another number
+(``--machine``): ways are compared within a seed on one machine, and seeds of all are in the table.
 
 (Changed before the first run of the third model: ``lstm`` in place of ``resnet50``, of which 1,000
 runs of six ways take over an hour a seed. Changed before the rows of the second machine, which is
@@ -55,6 +56,7 @@ from placement.runs.trials import BudgetSpent, Runtime, Trials
 from placement.search.evaluation import random_placements, single_devices
 from placement.simulator import score
 from placement.tools.files import write_atomic
+from placement.tools.parallel import parallel_map
 
 NAME = "measured_learning"
 WORKLOADS = ("bert_tiny_hidden128", "inception:latency", "lstm")
@@ -67,8 +69,8 @@ RULES = ("heft", "peft", "contiguous_dp", "m_etf", "level_balance", "balanced_sp
 class Row:
     """What a way came to: seconds in the finals, and of the best single device in the same rounds.
 
-    ``ran``: measurements that it made; ``placements``: different ones among them. Only rows of one
-    ``machine``, numbered, are compared.
+    ``ran``: measurements that it made; ``placements``: different ones among them. ``machine``: a
+    number; only what took turns on one is compared.
     """
 
     machine: int
@@ -116,13 +118,18 @@ def by_search(trials: Trials, seed: int) -> None:
     search_measured(trials, seed=seed)
 
 
+def searched(problem: Problem, seed: int, number: int) -> Placement:
+    """What one of the searches finds, of so many with more and more evaluations."""
+    search = load("macro_search", evaluations=200 + 20 * number, seed=seed + number)
+    return search(problem).placement
+
+
 def by_bandit(trials: Trials, seed: int) -> None:
     """Sequential halving among what searches on the simulator find."""
     problem = trials.problem
     found = [load(rule)(problem).placement for rule in RULES]
-    for number in range(ARMS):
-        search = load("macro_search", evaluations=200 + 20 * number, seed=seed * ARMS + number)
-        found.append(search(problem).placement)
+    bare = replace(problem, graph=problem.graph.without_program())  # which cannot be sent
+    found += parallel_map(partial(searched, bare, seed * ARMS), range(ARMS), "processes")
     distinct = np.unique(np.stack(found), axis=0)
     values = score(problem, distinct)
     left = distinct[np.argsort(values, kind="stable")][np.sort(np.isfinite(values))[::-1]][:ARMS]
@@ -173,8 +180,8 @@ def with_finals(work: Callable[[Trials, int], None]) -> Callable[[Trials, int], 
         trials.measurements = runs - int(PARAMS.final * runs)
         spent(work, trials, seed)
         trials.measurements = runs
-        while trials.num_left >= 1 and trials.incumbent is not None:
-            trials.measure(trials.fastest(PARAMS.finalists))
+        while trials.take_turn(PARAMS.finalists):
+            pass
 
     return both
 
@@ -284,46 +291,43 @@ def rows(options: Options) -> Iterator[Row]:
                 if not ways:
                     continue
                 problem = problem or prepare(workload, options)
-                folder = options.work / workload.replace(":", "-")
+                folder = options.work / f"{options.machine}" / workload.replace(":", "-")
                 folder.mkdir(parents=True, exist_ok=True)
                 done += compete(unit, problem, Executor(problem), folder, ways)
                 write_atomic(options.out / f"{NAME}.csv", to_csv(done))
     return iter(done)
 
 
-Line = tuple[int, int, str]  # of the table: machine, runs, way
+Line = tuple[int, str]  # of the table: runs, way
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
-    def of(x: Line, workload: str | None = None) -> list[Row]:
-        mine = [r for r in rows if (r.machine, r.runs, r.way) == x]
-        return [r for r in mine if workload in (None, r.workload)]
+    search = {unit_of(r): r.gain for r in rows if r.way == SEARCH}
+
+    def of(x: Line) -> dict[str, list[Row]]:
+        return groups([r for r in rows if (r.runs, r.way) == x], "workload")
 
     def gain(x: Line, workload: str | None = None) -> str:
-        mine = groups(of(x, workload), "workload")
+        mine = {k: v for k, v in of(x).items() if workload in (None, k)}
         return geometric({k: [r.gain for r in v] for k, v in mine.items()}).ratio()
 
     def against(x: Line) -> str:
-        search = {unit_of(r): r.gain for r in rows if r.way == SEARCH}
-        mine = groups(of(x), "workload").items()
+        mine = of(x).items()
         return geometric({k: [search[unit_of(r)] / r.gain for r in v] for k, v in mine}).percent()
 
     workloads = dict.fromkeys(r.workload for r in rows)
-    lines = sorted(dict.fromkeys((r.machine, r.runs, r.way) for r in rows), key=lambda x: x[:2])
-    seeds = groups(sorted({unit_of(r) for r in rows}), "machine", "workload", "runs")
+    units = groups(sorted({unit_of(r) for r in rows}), "runs", "workload")
     return {
         "table": table(
-            lines,
-            Column("machine", lambda x: str(x[0])),
-            Column("runs", lambda x: f"{x[1]:,}"),
-            Column("way", lambda x: x[2]),
+            sorted(dict.fromkeys((r.runs, r.way) for r in rows), key=lambda x: x[0]),
+            Column("runs", lambda x: f"{x[0]:,}"),
+            Column("way", lambda x: x[1]),
             *(Column(w, partial(gain, workload=w)) for w in workloads),
             Column("all", gain),
             Column(f"seconds against {SEARCH}", against),
         ),
         "finished": "; ".join(
-            f"machine {machine}, {workload}, {runs:,} runs: {len(mine)}"
-            for (machine, workload, runs), mine in seeds.items()
+            f"{workload}, {runs:,} runs: {len(mine)}" for (runs, workload), mine in units.items()
         ),
     }
 
@@ -339,7 +343,7 @@ STUDY = Study(
         "runs": Option((100, 1000), "of every way, re-measured incumbents included"),
         "seeds": Option(5, "of every way"),
         "ways": Option((), "these alone", choices=[*WAYS]),
-        "machine": Option(1, "number of this machine: only rows of one are compared"),
+        "machine": Option(1, "number of this machine, on which each seed is another"),
         "repeats": Option(10, "of the profile"),
     },
 )
