@@ -155,4 +155,5 @@ def test_packed_weights_are_counted_with_their_parameters(monkeypatch: pytest.Mo
     joined, _ = load_or_measure_compiled(graph, TWO, profile)
     more = joined.param_bytes - graph.param_bytes
     weights = graph.param_bytes > 32  # the others are biases of 8 numbers
-    assert (more[weights] >= graph.param_bytes[weights]).all()  # a packed copy has as many or more
+    # A packed copy has as many or more. Its bytes are divided over the weight and its bias.
+    assert (more > 0).all() and more.sum() >= graph.param_bytes[weights].sum()
