@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from envs.rewards import Outcome, Reward, log_speedup, log_speedups
 from placement.problem import Placement, Planner, Problem
-from placement.runs.measured_search import PARAMS
 from placement.runs.trials import Runtime, Trials, fingerprint
 from placement.search.evaluation import device_classes, single_devices
 from placement.simulator import score
@@ -112,7 +111,7 @@ class Measured:
         trials = self.trials(problem)
         if self.measurements is not None:
             trials.measurements = min(self.measurements, trials.num_measurements + self._last)
-            while trials.take_turn(PARAMS.finalists):
+            while trials.take_turn():
                 pass
 
 

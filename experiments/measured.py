@@ -180,7 +180,7 @@ def with_finals(work: Callable[[Trials, int], None]) -> Callable[[Trials, int], 
         trials.measurements = runs - int(PARAMS.final * runs)
         spent(work, trials, seed)
         trials.measurements = runs
-        while trials.take_turn(PARAMS.finalists):
+        while trials.take_turn():
             pass
 
     return both

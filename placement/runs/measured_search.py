@@ -42,7 +42,6 @@ class MeasuredParams(NamedTuple):
     parents: int = 16  # the best so far, from which proposals come
     children: int = 64  # proposals between two looks at who is best
     final: float = 0.3  # of the measurements are for the finalists, who take turns
-    finalists: int = 5
 
 
 PARAMS = MeasuredParams()
@@ -100,7 +99,7 @@ def search_measured(
             break
         trials.measure(np.stack([state.incumbent, *chosen]))
         state.learn()
-    while trials.take_turn(PARAMS.finalists):
+    while trials.take_turn():
         state.learn()
         say(f"finalists, fastest {state.best_s:.4g} s", trials.used)
     placements, levels = trials.samples.placements, state.levels

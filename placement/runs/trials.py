@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LATENCY_RUNS = 4  # micro-batches alone, one after another; their median is the latency
+FINALISTS = 5  # take turns with the last runs of a budget
 KNOWN = 2  # the fastest run again with every batch: one alone does not tell luck from a slow round
 
 
@@ -189,11 +190,11 @@ class Trials:
         """int32 ``[<= count, N]`` that ran, and fit, with the lowest levels; the fastest first."""
         able = int(np.isfinite(self.levels).sum())
         order = np.argsort(self.levels, kind="stable")
-        return self.samples.placements[order[: min(count, able)]]
+        return self.samples.placements[order[:able][:count]]
 
-    def take_turn(self, count: int) -> bool:
-        """Run the ``count`` fastest once more, as a round; False: no run is left, or none fits."""
-        finalists = self.fastest(count)
+    def take_turn(self) -> bool:
+        """Run the ``FINALISTS`` once more, as a round; False: no run is left, or nothing fits."""
+        finalists = self.fastest(FINALISTS)
         if self.num_left < 1 or not len(finalists):
             return False
         self.measure(finalists)

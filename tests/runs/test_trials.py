@@ -188,7 +188,7 @@ def test_what_does_not_fit_never_runs_and_what_turns_out_not_to_is_worth_inf() -
     assert runtime.runs == [tuple(A), tuple(C)]
     assert (trials.incumbent == A).all() and trials.fastest(5).tolist() == [A.tolist()]
     trials.measurements = 7  # of which A has what is left of them
-    while trials.take_turn(5):
+    while trials.take_turn():
         pass
     assert runtime.runs == [tuple(A), tuple(C), *[tuple(A)] * 5]
 
