@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from placement.planners import PlannerError, load
 from placement.planners.macro_search import MacroSearch
 from placement.problem import Placement, Solution
-from placement.runs.trials import TrialError, Trials
+from placement.runs.trials import KNOWN, TrialError, Trials
 from placement.search.evaluation import (
     Choice,
     can_move,
@@ -37,7 +37,7 @@ class MeasuredParams(NamedTuple):
 
     start: int = 8  # times as many simulated placements go into the first answer as into a round
     design: float = 0.12  # of the measurements are of other kinds, before anything is chosen
-    batch: int = 4  # new measurements of a round, beside the incumbent
+    batch: int = 4  # new measurements of a round, beside the two fastest
     drawn: float = 0.25  # of the proposals of a round are random placements
     parents: int = 16  # the best so far, from which proposals come
     children: int = 64  # proposals between two looks at who is best
@@ -61,8 +61,8 @@ def search_measured(
     single device, and an eighth of the budget of other kinds: constructed placements, and the
     best simulated of random cuts and scatterings. Then, round after round, ``evaluations``
     placements, random ones and macro moves around the best, are simulated, and the fastest of
-    those that have not run are measured beside the incumbent. The rest of the budget is for the
-    finalists, who take turns. The answer has the lowest median of those that have run. (To choose
+    those that have not run are measured beside the two fastest. The rest of the budget is for the
+    finalists, who take turns. The answer has the lowest level of those that have run. (To choose
     by a learned ratio of measured to simulated time was no better: experiments/LOG.md.)
 
     No decision depends on the clock: with a file, ``Trials`` continue where they were.
@@ -97,7 +97,7 @@ def search_measured(
         chosen = state.choose()
         if not len(chosen):
             break
-        trials.measure(np.stack([state.incumbent, *chosen]))
+        trials.measure(np.stack([*trials.fastest(KNOWN), *chosen]))
         state.learn()
     while trials.take_turn():
         state.learn()
@@ -181,7 +181,7 @@ class _State:
         self.curve.append((self.trials.num_measurements, self.best_s))
 
     def choose(self) -> list[Placement]:
-        """What to measure next beside the incumbent: the best ``batch`` that have not run.
+        """What to measure next beside the fastest: the best ``batch`` that have not run.
 
         Proposals come from the best so far, at first those that measured fastest.
         """

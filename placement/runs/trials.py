@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from placement.objective import Objective
 from placement.problem import Placement, Problem
+from placement.runs.levels import levels_and_drift
 from placement.simulator import score
 from placement.timeline import Timeline
 from placement.tools.files import append, parse_json, read_text, short, write_atomic
@@ -170,9 +171,8 @@ class Trials:
     def levels(self) -> Floats:
         """float64 ``[K]`` seconds of ``samples.placements``, without what drift did to them.
 
-        ``log seconds = level + drift of the round`` (see ``two_way``): the median where the machine
-        is steady, and the ratio to the placements that ran in other rounds too, times their median,
-        where it is not.
+        ``log seconds = level + drift of the round + noise`` (see ``levels_and_drift``): what ran
+        often keeps its mean, what ran once is taken to be luckier than it looks.
         """
         return self._facts()[1]
 
@@ -360,38 +360,15 @@ def fingerprint(problem: Problem) -> str:
     return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
 
-def two_way(index: Ints, round: Ints, values: Floats) -> tuple[Floats, Floats]:
-    """Levels float64 ``[K]`` and drifts ``[R]`` whose sums are about ``values [S]``.
-
-    A median polish (Tukey, Exploratory Data Analysis, 1977): medians, where an average would follow
-    every interruption. What ran in other rounds too tells the drift of a round, which is 0 where
-    nothing did.
-
-    Args:
-        index, round: int64 ``[S]`` of each value, each 0..K-1 and 0..R-1.
-    """
-
-    def medians(of: Ints, rest: Floats) -> Floats:
-        return np.array([np.median(rest[of == x]) for x in range(int(of.max()) + 1)])
-
-    drift = np.zeros(int(round.max()) + 1)
-    often = np.bincount(np.unique(np.stack([index, round]), axis=1)[0]) > 1
-    told = np.flatnonzero(often[index])
-    there, at = np.unique(round[told], return_inverse=True)
-    level = medians(index, values)
-    for _ in range(10 if len(told) else 0):  # a median polish
-        drift[there] = medians(at, (values - level[index])[told])
-        level = medians(index, values - drift[round])
-    return level, drift
-
-
 def _levels(samples: Samples, rounds: int) -> tuple[Floats, Floats]:
     levels, drift = np.full(len(samples.placements), np.inf), np.zeros(rounds)
     good = np.isfinite(samples.seconds)
     if good.any():
         numbers, index = np.unique(samples.index[good], return_inverse=True)
         there, number = np.unique(samples.round[good], return_inverse=True)
-        levels[numbers], drift[there] = two_way(index, number, np.log(samples.seconds[good]))
+        levels[numbers], drift[there] = levels_and_drift(
+            index, number, np.log(samples.seconds[good])
+        )
         levels[numbers] = np.exp(levels[numbers])
         levels[samples.index[~good]] = np.inf
     return levels, np.exp(drift)

@@ -109,6 +109,15 @@ def test_reasons_to_stop() -> None:
     assert steps(max_seconds=1e-6) < 500
 
 
+def test_the_learning_rate_ends_where_it_should_though_a_rollout_goes_beyond_the_end() -> None:
+    rows: list[Row] = []
+    rates = {"learning_rate": 1e-2, "last_learning_rate": 1e-3}
+    rollout = {"total_steps": 100, "num_envs": 4, "steps_per_env": 16, "network": SMALL}
+    train([layered(0, 3, 3, 2)], config=TrainConfig(**rollout, **rates), callback=rows.append)
+    assert rows[-1]["steps"] == 128  # of 100: a straight line would be at -0.0015
+    assert rows[-1]["learning_rate"] == pytest.approx(1e-3)
+
+
 def test_going_on_from_a_policy() -> None:
     problem = layered(0, 3, 3, 2)
     first = train([problem], config=TrainConfig(total_steps=200, network=SMALL))
@@ -132,7 +141,7 @@ def test_a_spent_budget_of_measurements_ends_the_training(tmp_path: Path) -> Non
     ran = few.trials(problem)
     assert ran.num_measurements == 6 and policy.card["steps"] < 4000
     best = policy.best[0]
-    assert best.value_s == pytest.approx(score(problem, best.placement)[0])
+    assert best.value_s == pytest.approx(score(problem, best.placement)[0], rel=0.02)
     assert (tmp_path / "policy.safetensors").is_file() and (tmp_path / "best.npz").is_file()
 
 

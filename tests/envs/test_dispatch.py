@@ -378,7 +378,11 @@ def test_rules_of_ones_own_are_played_by() -> None:
         train([problem], config=episodes)
 
 
-def test_episodes_of_a_problem_are_evaluated_at_once() -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "most"),
+    [("agents.dispatch.train:GroupRelative", 16), ("stable_baselines3:PPO", 4)],
+)
+def test_episodes_of_a_problem_are_evaluated_at_once(algorithm: str, most: int) -> None:
     """Where placements run, a round begins with the best so far: one placement each is a waste."""
     sizes: list[int] = []
 
@@ -386,10 +390,25 @@ def test_episodes_of_a_problem_are_evaluated_at_once() -> None:
         sizes.append(len(placements))
         return score(problem, placements)
 
-    recipe = {"algorithm": "agents.dispatch.train:GroupRelative", "formulation": "dispatch"}
-    config = TrainConfig(total_steps=100, num_envs=1, num_checks=1, **recipe)
+    recipe = {"algorithm": algorithm, "formulation": "dispatch", "num_envs": most}
+    config = TrainConfig(total_steps=100, num_checks=1, **recipe)
     train([drawn(1)], config=config, evaluator=noted)
-    assert max(sizes) == 16  # episodes of a problem
+    assert max(sizes[1:]) == most  # episodes of a problem, or environments; first the references
+
+
+def test_what_cannot_run_is_worse_than_what_can_in_any_unit() -> None:
+    problem = drawn(1)
+
+    def learned(unit: float) -> torch.Tensor:
+        def some(problem: Problem, placements: Any) -> Any:
+            return np.where(placements[:, 0] == 0, np.inf, unit * score(problem, placements))
+
+        recipe = {"algorithm": "agents.dispatch.train:GroupRelative", "formulation": "dispatch"}
+        config = TrainConfig(total_steps=5_000, num_checks=1, learning_rate=1e-2, **recipe)
+        weights: torch.Tensor = train([problem], config=config, evaluator=some).net.linear.weight
+        return weights
+
+    assert torch.allclose(learned(1e-3), learned(1e3), atol=1e-5)
 
 
 def test_what_is_held_out_is_never_drawn() -> None:

@@ -41,7 +41,7 @@ def test_an_interrupted_search_ends_as_if_it_had_not_been(tmp_path: Path) -> Non
         return search_measured(trials, evaluations=64, seed=3)
 
     def interrupted(run: int) -> float:
-        if run == 17:
+        if run == 19:
             raise KeyboardInterrupt
         return float(drawn[run])
 
@@ -50,7 +50,7 @@ def test_an_interrupted_search_ends_as_if_it_had_not_been(tmp_path: Path) -> Non
     with pytest.raises(KeyboardInterrupt):
         search(Biased(hidden, interrupted), path)
     finished = sum(line.count(",[") + 1 for line in path.read_text().splitlines()[1:])
-    assert 0 < finished < 17
+    assert 0 < finished < 19
     rest = Biased(hidden, lambda run: float(drawn[run + finished]))
     again = search(rest, path)
     assert whole.runs[finished:] == rest.runs

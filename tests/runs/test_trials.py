@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from placement.problem import ProblemError
-from placement.runs.trials import TrialError, Trials, fingerprint, two_way
+from placement.runs.trials import TrialError, Trials, fingerprint
 from placement.simulator import score
 from placement.timeline import Timeline
 from placement.tools.files import FileError
@@ -28,7 +26,7 @@ def test_latency_is_of_micro_batches_alone_and_period_of_many() -> None:
     for objective in ("latency", "period"):
         problem = layered(6, objective=objective)
         trials = Trials(problem, Biased(problem))
-        assert trials([A, B]) == pytest.approx(score(problem, [A, B]))
+        assert trials([A, B]) == pytest.approx(score(problem, [A, B]), rel=0.02)
 
 
 def test_what_has_run_is_not_run_again_and_the_two_fastest_are_with_every_batch() -> None:
@@ -56,14 +54,13 @@ def test_a_lucky_run_is_found_out_beside_what_it_replaced() -> None:
     assert (trials.incumbent == fast).all()
 
 
-def test_rounds_are_interleaved_and_their_median_counts() -> None:
-    # Runs: A B | B A | A B. One of A is interrupted: its median does not notice.
+def test_rounds_are_interleaved_and_an_interruption_counts_for_little() -> None:
+    # Runs: A B | B A | A B. One of A is interrupted: a mean would be 44 % off, or 67.
     runtime = Biased(PROBLEM, lambda run: 3.0 if run == 3 else 1.0)
-    medians = Trials(PROBLEM, runtime, rounds=3)([A, B])
+    levels = Trials(PROBLEM, runtime, rounds=3)([A, B])
     assert runtime.runs == [tuple(x) for x in (A, B, B, A, A, B)]
     expected = score(PROBLEM, [A, B])
-    assert medians == pytest.approx(expected, rel=5e-3)
-    assert medians[1] / medians[0] == pytest.approx(expected[1] / expected[0], rel=1e-3)
+    assert levels == pytest.approx(expected, rel=0.1)
 
 
 def test_drift_cancels_in_the_ratio_to_the_incumbent() -> None:
@@ -73,8 +70,8 @@ def test_drift_cancels_in_the_ratio_to_the_incumbent() -> None:
     trials = Trials(PROBLEM, runtime)
     for batch in ([A, B], [A, B, C], [A, D], [A, B]):
         trials.measure(batch)
-    assert trials.levels / truth == pytest.approx(np.full(4, trials.levels[0] / truth[0]), rel=1e-3)
-    assert trials.drift[2:] / trials.drift[0] == pytest.approx([1.5, 1.5], rel=1e-3)
+    assert trials.levels / truth == pytest.approx(np.full(4, trials.levels[0] / truth[0]), rel=0.02)
+    assert trials.drift[2:] / trials.drift[0] == pytest.approx([1.5, 1.5], rel=0.02)
 
 
 class Sleeps(Biased):
@@ -92,7 +89,7 @@ def test_what_runs_beyond_the_limit_is_worth_inf_and_what_hangs_is_known(tmp_pat
     runtime.sleeps_s = 0.3
     trials = Trials(PROBLEM, runtime, limit_s=0.15)
     assert trials([B]).tolist() == [np.inf]  # B has operator 1 on device 1
-    assert trials([A, C]) == pytest.approx(score(PROBLEM, [A, C]))
+    assert trials([A, C]) == pytest.approx(score(PROBLEM, [A, C]), rel=0.02)
     trials([D])
     assert runtime.runs.count(tuple(B)) == 1  # and is not run with every batch
     runtime.sleeps_s = 2.0
@@ -111,49 +108,8 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         trials.measure([A])
 
 
-def test_drift_cancels_where_the_incumbent_changes() -> None:
-    # Rounds:   0     1     2     3     4      of placements 0, 1, 2: 10, 8 and 5 seconds
-    #           0 1   0 1   1 2   1 2   2 3    on a machine that gets slower by 20 % each time
-    index = np.array([0, 1, 0, 1, 1, 2, 1, 2, 2, 3])
-    where = np.repeat(np.arange(5), 2)
-    seconds = np.array([10.0, 8.0, 5.0, 6.0])[index] * 1.2**where
-    level, drift = two_way(index, where, np.log(seconds))
-    assert np.exp(level - level[0]) == pytest.approx([1.0, 0.8, 0.5, 0.6], rel=1e-3)
-    assert np.exp(np.diff(drift)) == pytest.approx(np.full(4, 1.2), rel=1e-3)
-
-
 def test_another_order_is_another_problem() -> None:
     assert fingerprint(PROBLEM) != fingerprint(altered(PROBLEM, provenance={"order": "reuse"}))
-
-
-@pytest.mark.parametrize("slow", [1.6, 0.8])
-def test_what_ran_before_tells_how_slow_a_round_is(slow: float) -> None:
-    """In round 2 all takes 1.6 times as long; of its new placements nothing else says so."""
-    #  rounds   0        1        2              seconds of 0..5
-    index = np.array([0, 1, 0, 2, 0, 3, 4, 5])
-    where = np.array([0, 0, 1, 1, 2, 2, 2, 2])
-    usual = np.array([5.0, 6.0, 7.0, 7.5, 8.0, 6.5])
-    seconds = usual[index] * np.where(where == 2, slow, 1.0)
-    level, drift = two_way(index, where, np.log(seconds))
-    assert np.exp(level) == pytest.approx(usual)
-    assert np.exp(drift) == pytest.approx([1.0, 1.0, slow])
-    # Where nothing runs again, nothing is known of the machine.
-    level, drift = two_way(np.arange(4), np.array([0, 0, 1, 1]), np.arange(4.0))
-    assert level.tolist() == [0.0, 1.0, 2.0, 3.0] and not drift.any()
-
-
-@given(st.integers(0, 10_000))
-def test_levels_of_a_steady_machine_are_medians(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    count = int(rng.integers(3, 6))  # of two it may be the round as well
-    rounds = 2 * int(rng.integers(1, 4)) + 1
-    index = np.tile(np.arange(count), rounds)
-    values = np.array([3.0, 1.0, 2.0, 7.0, 5.0])[index]
-    spoiled = rng.permutation(rounds)[: rounds // 2]  # one placement, in fewer than half of them
-    values[spoiled * count] += rng.exponential(2.0, len(spoiled))
-    level, drift = two_way(index, np.repeat(np.arange(rounds), count), values)
-    assert level == pytest.approx([3.0, 1.0, 2.0, 7.0, 5.0][:count], abs=0.01)
-    assert drift == pytest.approx(np.zeros(rounds), abs=0.01)
 
 
 def test_a_budget_of_measurements_counts_incumbents() -> None:
@@ -191,6 +147,22 @@ def test_what_does_not_fit_never_runs_and_what_turns_out_not_to_is_worth_inf() -
     while trials.take_turn():
         pass
     assert runtime.runs == [tuple(A), tuple(C), *[tuple(A)] * 5]
+
+
+def test_what_has_no_memory_on_a_gpu_does_not_fit() -> None:
+    class Raises(Biased):
+        error = "CUDA out of memory. Tried to allocate 2 GiB"
+
+        def run(self, placement: Any, **limits: Any) -> Timeline:
+            if placement[1]:
+                raise RuntimeError(self.error)
+            return super().run(placement, **limits)
+
+    runtime = Raises(PROBLEM)
+    assert np.isfinite(Trials(PROBLEM, runtime)([A, B, C])).tolist() == [True, False, True]
+    runtime.error = "an operator is broken"
+    with pytest.raises(RuntimeError, match="an operator is broken"):
+        Trials(PROBLEM, runtime)([A, B])
 
 
 def test_interrupted_trials_continue(tmp_path: Path) -> None:
