@@ -32,7 +32,8 @@ runs of six ways take over an hour a seed. Changed before the rows of the second
 noisy: chance and learners, too, have their finalists take turns with the last 30 % of the runs, and
 the two fastest run again with every batch. With one of them, a lucky run became the fastest, its
 next run was taken for a slow round, and the answers of learners were 10 to 50 % slower than what
-they had found.)
+they had found. Changed before the rows of the fourth machine: levels were a median polish, whose
+errors added up, and the search had one known placement in a round; earlier rows are gone.)
 """
 
 from __future__ import annotations

@@ -27,23 +27,24 @@ def levels_and_drift(index: Ints, round: Ints, values: Floats) -> tuple[Floats, 
     Args:
         index, round: int64 ``[S]`` of each value, each 0..K-1 and 0..R-1.
     """
+    from scipy.sparse import coo_array, diags_array
+
     rows, columns = int(round.max()) + 1, int(index.max()) + 1
     noise, spread, slow = NOISE**2, SPREAD**2, DRIFT**2
     weight, mean = np.ones(len(values)), float(np.median(values))
     level, drift = np.zeros(columns), np.zeros(rows)
     for _ in range(STEPS):
         w, rest = weight / noise, values - mean
-        both = np.zeros((rows, columns))
-        np.add.at(both, (round, index), w)
+        both = coo_array((w, (round, index)), (rows, columns)).tocsr()
         # Levels are eliminated: ``alone`` is the variance of one if the drifts were known.
         alone = 1 / (both.sum(axis=0) + 1 / spread)
-        share = both * alone
+        share = both @ diags_array(alone)
         of_level, of_drift = np.bincount(index, w * rest), np.bincount(round, w * rest)
-        inverse = np.linalg.inv(np.diag(both.sum(axis=1) + 1 / slow) - share @ both.T)
+        inverse = np.linalg.inv(np.diag(both.sum(axis=1) + 1 / slow) - (share @ both.T).toarray())
         drift = inverse @ (of_drift - share @ of_level)
         level = alone * of_level - share.T @ drift
         joint = inverse @ share  # minus the covariance of drift and level
-        sure_level, sure_drift = alone + (share * joint).sum(axis=0), np.diag(inverse)
+        sure_level, sure_drift = alone + share.multiply(joint).sum(axis=0), np.diag(inverse)
         off = rest - level[index] - drift[round]
         square = off**2 + sure_level[index] + sure_drift[round] - 2 * joint[round, index]
         weight = (TAILS + 1) / (TAILS + square / noise)
