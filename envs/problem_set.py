@@ -54,7 +54,7 @@ class Measured:
 
     Attributes:
         runtime: called once per problem; makes what runs its placements.
-        repeats: interleaved rounds per new placement; the median counts.
+        repeats: interleaved rounds per new placement.
         measurements: most runs per problem, None: no limit. Beyond them a new placement is an
             error, so an environment ends with what it has.
         folder: keeps what has run, a file per problem; the same training continues from it.

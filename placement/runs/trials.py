@@ -172,7 +172,7 @@ class Trials:
         """float64 ``[K]`` seconds of ``samples.placements``, without what drift did to them.
 
         ``log seconds = level + drift of the round + noise`` (see ``levels_and_drift``): what ran
-        often keeps its mean, what ran once is taken to be luckier than it looks.
+        often keeps its mean, what ran once is drawn to the mean of all.
         """
         return self._facts()[1]
 
