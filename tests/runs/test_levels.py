@@ -35,17 +35,16 @@ def test_what_ran_before_tells_how_slow_a_round_is(slow: float) -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_interruptions_of_a_steady_machine_count_for_little(seed: int) -> None:
+def test_an_interruption_on_a_steady_machine_counts_for_little(seed: int) -> None:
     rng = np.random.default_rng(seed)
     count = int(rng.integers(3, 6))  # of two it may be the round as well
-    rounds = 2 * int(rng.integers(2, 4)) + 1
+    rounds = int(rng.integers(4, 8))
     index = np.tile(np.arange(count), rounds)
     values = np.array([3.0, 1.0, 2.0, 7.0, 5.0])[index]
-    spoiled = rng.permutation(rounds)[: rounds // 2]  # one placement, in fewer than half of them
-    values[spoiled * count] += rng.exponential(2.0, len(spoiled))
+    values[rng.integers(len(values))] += rng.exponential(2.0)  # a mean would be up to 4 off
     level, drift = levels_and_drift(index, np.repeat(np.arange(rounds), count), values)
-    assert level == pytest.approx([3.0, 1.0, 2.0, 7.0, 5.0][:count], abs=0.1)
-    assert drift == pytest.approx(np.zeros(rounds), abs=0.1)
+    assert level == pytest.approx([3.0, 1.0, 2.0, 7.0, 5.0][:count], abs=0.12)
+    assert drift == pytest.approx(np.zeros(rounds), abs=0.03)
 
 
 def test_the_lowest_of_many_single_runs_is_mostly_luck() -> None:
