@@ -102,8 +102,8 @@ def search_measured(
     while trials.take_turn():
         state.learn()
         say(f"finalists, fastest {state.best_s:.4g} s", trials.used)
-    placements, levels = trials.samples.placements, state.levels
-    single_s = [s for p, s in zip(placements, levels, strict=True) if p.tobytes() in singles]
+    ran = zip(trials.samples.placements, trials.levels, strict=True)
+    single_s = [s for p, s in ran if p.tobytes() in singles]
     stats = {
         "measured_s": state.best_s,
         "measured_single_s": min(single_s, default=np.inf),
@@ -120,8 +120,7 @@ class _State:
     """What is known in the middle of a search.
 
     Attributes:
-        levels: float64 ``[K]`` measured seconds of the placements that ran.
-        incumbent: int32 ``[N]`` the lowest of them, ``best_s``.
+        incumbent: int32 ``[N]`` with the lowest level, ``best_s``.
     """
 
     def __init__(self, trials: Trials, evaluations: int, seed: int) -> None:
@@ -132,7 +131,6 @@ class _State:
         self.seed = seed
         self.num_evaluations = 0
         self.curve: list[tuple[int, float]] = []
-        self.levels: Floats = np.zeros(0)
         self.incumbent: Placement
         self.best_s = np.inf
         self._propose = moves(trials.problem) if can_move(trials.problem) else None
@@ -175,9 +173,9 @@ class _State:
 
     def learn(self) -> None:
         """Note what has been measured."""
-        placements, self.levels = self.trials.samples.placements, self.trials.levels
-        best = int(np.argmin(self.levels))
-        self.incumbent, self.best_s = placements[best], float(self.levels[best])
+        levels = self.trials.levels
+        best = int(np.argmin(levels))
+        self.incumbent, self.best_s = self.trials.samples.placements[best], float(levels[best])
         self.curve.append((self.trials.num_measurements, self.best_s))
 
     def choose(self) -> list[Placement]:
@@ -199,7 +197,7 @@ class _State:
                 simulated = self.simulate(list(np.array(list(new.values()))[:, group]))
                 costs.update(zip(new, simulated.tolist(), strict=True))
 
-        add(list(ran[np.argsort(self.levels, kind="stable")[: PARAMS.parents]][:, first]))
+        add(list(ran[np.argsort(self.trials.levels, kind="stable")[: PARAMS.parents]][:, first]))
         drawn = int(PARAMS.drawn * self.evaluations)
         add(list(random_placements(self.trials.problem, drawn, self.rng)[:, first]))
         left = self.evaluations - drawn

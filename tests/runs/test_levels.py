@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement.runs import levels
 from placement.runs.levels import levels_and_drift
 
 
@@ -50,11 +51,11 @@ def test_an_interruption_on_a_steady_machine_counts_for_little(seed: int) -> Non
 def test_the_lowest_of_many_single_runs_is_mostly_luck() -> None:
     # Placement 0 ran often, the others once, and all are alike.
     rng = np.random.default_rng(0)
-    index = np.stack([np.zeros((40, 4), int), np.arange(1, 161).reshape(40, 4)]).reshape(2, -1).T
-    where = np.repeat(np.arange(40), 4)
-    values = 0.06 * rng.standard_normal(index.shape)
-    level, _ = levels_and_drift(index.T.ravel(), np.tile(where, 2), values.T.ravel())
-    assert values[:, 1].min() < -0.2 and level.min() > -0.08
+    index = np.concatenate([np.zeros(160, int), np.arange(1, 161)])
+    where = np.tile(np.repeat(np.arange(40), 4), 2)
+    often, once = 0.06 * rng.standard_normal((160, 2)).T
+    level, _ = levels_and_drift(index, where, np.concatenate([often, once]))
+    assert once.min() < -0.2 and level.min() > -0.08
 
 
 def test_luck_does_not_add_up_from_one_fastest_to_the_next() -> None:
@@ -81,19 +82,17 @@ def test_with_variances_that_are_known_it_is_the_normal_posterior(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against the dense solution of the same model: all K + R unknowns at once."""
-    import placement.runs.levels as module
-
-    monkeypatch.setattr(module, "TAILS", 1e12)  # normal noise
-    monkeypatch.setattr(module, "SURE", 1e12)  # nothing is learned of variances
+    monkeypatch.setattr(levels, "TAILS", 1e12)  # normal noise
+    monkeypatch.setattr(levels, "SURE", 1e12)  # nothing is learned of variances
     rng = np.random.default_rng(0)
     index, where = rng.integers(0, 6, 40), rng.integers(0, 5, 40)
     index[:6], where[:5] = np.arange(6), np.arange(5)
     values = rng.standard_normal(40)
     level, drift = levels_and_drift(index, where, values)
     design = np.hstack([np.eye(6)[index], np.eye(5)[where]])
-    prior = np.repeat([module.SPREAD**-2, module.DRIFT**-2], [6, 5])
-    left = design.T @ design / module.NOISE**2 + np.diag(prior)
+    prior = np.repeat([levels.SPREAD**-2, levels.DRIFT**-2], [6, 5])
+    left = design.T @ design / levels.NOISE**2 + np.diag(prior)
     mean = level.mean()
-    solution = np.linalg.solve(left, design.T @ (values - mean) / module.NOISE**2)
+    solution = np.linalg.solve(left, design.T @ (values - mean) / levels.NOISE**2)
     assert level == pytest.approx(mean + solution[:6], abs=0.02)
     assert drift == pytest.approx(solution[6:], abs=0.02)
