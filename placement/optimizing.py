@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from placement import planners
@@ -25,7 +26,7 @@ from placement.executor.runner import without_mode
 from placement.executor.streamed import streaming_where_short
 from placement.graph import OpGraph
 from placement.objective import Objective
-from placement.pieces import Moves, shares_of, split
+from placement.pieces import Moves, PiecesError, shares_of, split
 from placement.plan import make_plan, parameters_of
 from placement.plan.reached import reached
 from placement.planners.residence import refitted, with_buffers
@@ -47,7 +48,6 @@ from placement.runs.ways import (
 )
 from placement.simulator import score
 from placement.tools.compiler import missing_compiler
-from placement.tools.files import FileError
 from placement.tools.named import meant
 from placement.tools.progress import Progress, progress, say, says_when_compiling
 from placement.tools.shown import count
@@ -141,11 +141,16 @@ class OptimizedRunner(Runner):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._module is None:
             return super().__call__(*args, **kwargs)
-        assert self.graph.program is not None
-        self.graph.program.flatten_inputs(args, kwargs)  # refuses what a plan refuses
+        program = self.graph.program
+        assert program is not None
+        program.flatten_inputs(args, kwargs)  # refuses what a plan refuses
+        devices = {x.device for x in program.example_tensors}
+        if len(devices) == 1:  # as a plan's, inputs may be anywhere
+            there = partial(Tensor.to, device=devices.pop())
+            args, kwargs = pytree.tree_map_only(Tensor, there, (args, kwargs))
         outputs = self._module(*args, **kwargs)
         return pytree.tree_map_only(
-            torch.Tensor, without_mode, outputs, is_leaf=lambda x: isinstance(x, torch.Size)
+            Tensor, without_mode, outputs, is_leaf=lambda x: isinstance(x, torch.Size)
         )
 
     def stream(self, loader: Any, **options: Any) -> Iterator[Any]:
@@ -244,16 +249,26 @@ def optimize(
         runner, profile = optimized(
             graph, cluster, problem, inputs, seconds, module, quiet=quiet, **options
         )
-        if shares:
-            report("cutting operators", None)
-            compiles = compiled is not False and not missing_compiler()
-            with torch_threads(cluster.devices[0].threads):
-                moves = Moves.of(profile.links)
-                cut = split(graph, shares, moves=moves, compiled=compiles)
-            if cut is not graph:
-                costs = problem(cut, load_or_measure(cut, cluster, progress=report))
-                options["by_torch"] = runner._by_torch
-                runner = _faster_of(runner, fastest(costs, inputs, seconds, module, **options))
+        with ExitStack() as on_error:
+            on_error.callback(runner.close)
+            try:
+                cut = graph
+                if shares:
+                    report("cutting operators", None)
+                    compiles = compiled is not False and not missing_compiler()
+                    with torch_threads(cluster.devices[0].threads):
+                        moves = Moves.of(profile.links)
+                        cut = split(graph, shares, moves=moves, compiled=compiles)
+                if cut is not graph:
+                    costs = problem(cut, load_or_measure(cut, cluster, progress=report))
+                    options["by_torch"] = runner._by_torch
+                    runner = _faster_of(runner, fastest(costs, inputs, seconds, module, **options))
+            except (PiecesError, OptimizeError) as error:
+                if pieces is not None:  # as nobody asked for them, what ran is the answer
+                    raise
+                if not quiet:
+                    say(f"operators stay whole: {error}")
+            on_error.pop_all()
     if not quiet:
         say(verdict(runner))
     return runner
@@ -378,14 +393,14 @@ def fastest(
                     slower.runner.close()
         if costs is not None:
             report(f"planning compiled runs with {PLANNER}", None)
-            solution = dealt_or(costs, planners.solve(planner, costs))
+            found = dealt_or(costs, planners.solve(planner, costs))
             known = replace(costs.profile, graph_fingerprint=problem.graph.fingerprint)
             own = replace(costs, graph=problem.graph, profile=known)  # plans know no kernels
-            again = _plan(own, workload, solution, planner)
-            fits = np.isfinite(solution.value_s)  # with packed weights
-            if fits and len(devices_of(again)) > 1:
-                ran, slower = sorted((ran, run(again, own, True)), key=lambda x: x.over_single)
-                slower.runner.close()
+            with suppress(NothingFits):  # with packed weights: the plan that ran stays
+                again = _plan(own, workload, found, planner)
+                if len(devices_of(again)) > 1:
+                    ran, slower = sorted((ran, run(again, own, True)), key=lambda x: x.over_single)
+                    slower.runner.close()
         on_error.pop_all()
     runner = _kept(problem, ran, workload)
     runner.planned, runner.reached = planned, reached(problem, solution)
@@ -513,7 +528,7 @@ def _compiled_costs(problem: Problem, patience: Patience, report: Progress) -> P
         return None
     if any(device.kind != "cpu" for device in cluster.devices):
         return None
-    with patience.spent(), suppress(ProfileError, FileError):
+    with patience.spent(), suppress(ProfileError):
         found = load_or_measure_compiled(problem.graph, cluster, problem.profile, progress=report)
         return replace(problem, graph=found[0], profile=found[1])
     return None

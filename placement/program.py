@@ -180,7 +180,11 @@ class Program:
                         f"{describe(example)}: give that, or capture the module again"
                     )
                 tensors.append(_laid_out_as(example, got))
-            elif isinstance(got, Tensor) or type(got) is not type(example) or got != example:
+            elif (
+                isinstance(got, Tensor)
+                or type(got) is not type(example)
+                or (got != example and example == example)  # nan is unlike itself
+            ):
                 shown = describe(got) if isinstance(got, Tensor) else repr(got)
                 raise InputError(
                     f"input {name!r} is {shown}, but was captured with the constant {example!r}: "
@@ -190,10 +194,11 @@ class Program:
 
     @cached_property
     def _forms(self) -> list[Any] | None:
-        """Of the inputs, if each is a tensor."""
+        """Of the inputs, if each is a tensor, and none expanded."""
         is_flat = self.in_tree == pytree.tree_structure([0] * len(self.input_names))
         forms = [*map(_form, self.example_leaves)]
-        return forms if is_flat and None not in forms else None
+        expanded = any(map(_overlaps, self.example_tensors))
+        return forms if is_flat and not expanded and None not in forms else None
 
     def _by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         expected = ", ".join(self.input_names)
@@ -242,9 +247,11 @@ def _form(x: Any) -> Any:
 
 def _laid_out_as(example: Tensor, tensor: Tensor) -> Tensor:
     strides = example.stride()
-    if tensor.stride() == strides or not tensor.numel():
+    if not tensor.numel():
         return tensor
     if _overlaps(example):  # expanded or unfolded: nothing can be written there
+        return tensor.contiguous()
+    if tensor.stride() == strides:
         return tensor
     empty = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
     return empty.copy_(tensor)

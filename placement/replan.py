@@ -35,7 +35,11 @@ def remaining(problem: Problem, without: Sequence[str]) -> Problem:
     unknown = [name for name in without if name not in names]
     if unknown:
         raise ReplanError(f"no device {unknown[0]!r} to do without; devices are {list(names)}")
-    keep = [d for d, name in enumerate(names) if name not in without]
+    gone = {*without, *(d.name for d in problem.cluster.devices if d.streams in without)}
+    devices = [d for d in problem.cluster.devices if d.name not in gone]
+    if all(d.kind != "cpu" for d in devices):  # whose memory they stream from
+        devices = [d for d in devices if not d.streams]
+    keep = [problem.cluster.index(d.name) for d in devices]
     if not keep:
         raise ReplanError(f"no device is left: without all of {list(names)} nothing can run")
     left = [names[d] for d in keep]

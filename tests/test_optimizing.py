@@ -21,15 +21,17 @@ from placement.capturing import CaptureError
 from placement.cli import BAD_INPUT
 from placement.cluster import Cluster, ClusterError, Device
 from placement.executor import Runner, RunnerError
+from placement.executor.weights import states_of
 from placement.optimizing import OptimizeError, optimize, verdict
-from placement.pieces import Moves
+from placement.pieces import Moves, PiecesError
 from placement.plan import Measured, Spread, load_plan
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
 from placement.program import InputError
-from placement.runs.ways import TorchCompiled
+from placement.runs.ways import TorchCompiled, _state
 from placement.simulator import score
 from placement.tools.shown import count
+from tests import emulated_gpu
 from tests.modules import module_of
 
 INPUT = torch.arange(16.0).reshape(2, 8)
@@ -222,6 +224,8 @@ def test_plain_pytorch_where_it_is_the_fastest(single, in_turns):
             runner(torch.ones(3, 8))
         with pytest.raises(InputError, match="an item of the loader"):
             list(runner.stream(["x"]))
+        with emulated_gpu.emulated():  # where a plan on a GPU left it
+            assert torch.equal(runner(INPUT.to("cuda:0")), net(INPUT))
     with pytest.raises(RunnerError, match="closed"):
         runner(INPUT)
     assert " is the fastest here, so the runner calls the module itself; " in verdict(runner)
@@ -264,6 +268,43 @@ def test_what_is_compiled_takes_turns(in_turns, monkeypatch, took, kept, is_comp
         assert load_plan(tmp_path / "plan.json").compiled == is_compiled
     with optimize(net, INPUT, quiet=True, compiled=False) as runner:
         assert "compiled" not in runner.measured and not runner.plan.compiled
+
+
+def test_frozen_code_is_left_where_parameters_or_buffers_were_written() -> None:
+    for written in ("weight", "running_mean"):
+        net = nn.BatchNorm1d(8).eval()
+        states = states_of(_state(net))
+        frozen = TorchCompiled("", 0.0, False, lambda x: "frozen", net, states)
+        assert frozen(INPUT) == "frozen"
+        with torch.no_grad():
+            getattr(net, written).add_(1.0)
+        assert torch.equal(frozen(INPUT), net(INPUT))
+
+
+@needs_two
+def test_the_plan_that_ran_stays_where_compiled_runs_do_not_fit(in_turns, monkeypatch) -> None:
+    """As where memory holds weights, and not packed copies beside them."""
+    nowhere = lambda problem, answer: replace(answer, value_s=np.inf)  # noqa: E731
+    monkeypatch.setattr(optimizing, "_compiled_costs", lambda problem, *_: problem)
+    monkeypatch.setattr(optimizing, "dealt_or", nowhere)
+    in_turns(plan=1e-3, single=2e-3, plain=3e-3)
+    with optimize(module(), INPUT, quiet=True) as runner:
+        assert runner.kept == "plan" and "inf" not in runner.reached
+        torch.testing.assert_close(runner(INPUT), module()(INPUT))
+
+
+@needs_two
+def test_operators_stay_whole_where_nobody_asked_for_pieces_that_cannot_be(in_turns, capsys):
+    in_turns(plan=1e-3, single=2e-3, plain=3e-3)
+    net, threads = nn.Sequential(nn.PReLU(), nn.Tanh()).eval(), set(threading.enumerate())
+    with optimize(net, INPUT, objective="latency") as runner:
+        assert runner.plan.pieces is None
+        torch.testing.assert_close(runner(INPUT), net(INPUT))
+    said = capsys.readouterr().err
+    assert "operators stay whole: 2 pieces of 'Sequential': its largest dimension has 1" in said
+    with pytest.raises(PiecesError, match="its largest dimension has 1 elements"):
+        optimize(net, INPUT, objective="latency", pieces=2, quiet=True)
+    assert set(threading.enumerate()) <= threads
 
 
 @needs_two

@@ -18,11 +18,13 @@ from experiments.pieces_equality import in_random_pieces
 from placement import exporters, pieces, planners
 from placement.cluster import Cluster, Device
 from placement.costs.calibration import _for_calibration
+from placement.executor import RunnerError
 from placement.pieces.choose import Factor, least
 from placement.pieces.decide import Moves, Options, decide, options_of
 from placement.pieces.rules import SUM, WHOLE, Rule, Window, bounds, known_rules, rules_of, sizes
 from placement.pieces.split import cut_graph
 from placement.plan import PlanMismatch, make_plan
+from placement.plan.checking import inconsistencies
 from placement.problem import Solution
 from placement.program import run_program
 from tests.machine import problem_of, random_placement
@@ -294,6 +296,12 @@ def test_pieces_of_parameters_are_views_so_that_one_that_is_written_to_is_seen()
         module[0].weight.mul_(2.0)
     with placement.Runner(cut, devices(), cut.piece) as runner:
         torch.testing.assert_close(runner(*inputs), module(*inputs))
+        before, module[0].weight.data = module[0].weight.data, torch.ones(64, 64)
+        for _ in range(2):
+            with pytest.raises(RunnerError, match=r"weight\[0:0\]' has got other memory"):
+                runner(*inputs)
+        module[0].weight.data = before
+        torch.testing.assert_close(runner(*inputs), module(*inputs))
 
 
 def test_round_robin_deals_pieces_out() -> None:
@@ -438,6 +446,18 @@ def test_dtensor_has_pieces_of_one_number_on_one_device() -> None:
     module, inputs = models()["mlp"]
     plan = plan_of(in_halves(module, inputs, **BOTH))
     moved = exporters.moved(plan, dict(plan.assignment) | {"relu#1": "cpu:0"})
+    one = next(iter(plan.pieces.operators.values()))
+    for operators, message in (
+        ({"ghost": one}, "pieces.operators['ghost']: the assignment has no operator 'ghost#0'"),
+        ({"linear": one}, None),
+    ):
+        wrong = plan.pieces.model_copy(update={"operators": operators})
+        said = inconsistencies(plan.model_copy(update={"pieces": wrong}))
+        assert (message in said) if message else not any("ghost" in x for x in said)
+    nowhere = {n: x.model_copy(update={"bounds": ()}) for n, x in plan.pieces.operators.items()}
+    wrong = plan.pieces.model_copy(update={"operators": nowhere})
+    with pytest.raises(exporters.ExportError, match="not say where the pieces of operator 'linear"):
+        exporters.load("dtensor")(plan.model_copy(update={"pieces": wrong}))
     with pytest.raises(exporters.ExportError, match="no operators in pieces"):
         exporters.load("dtensor")(plan.model_copy(update={"pieces": None}))
     with pytest.raises(exporters.ExportError, match=r"'relu' are on \['cpu:0', 'cpu:0'\]"):

@@ -440,6 +440,44 @@ def test_a_stream_is_as_slow_as_what_has_no_room_on_the_fast_device() -> None:
         assert lower_bounds(problem)[what] == pytest.approx(16.0)
 
 
+def test_loads_know_nothing_of_the_memory_of_tensors() -> None:
+    """What the first operator makes has no room beside its parameters; ``max_load`` lets it run."""
+    sizes = {"param_bytes": [100, 1], "tensor_bytes": [50, 0], "memory_bytes": [100, 1000]}
+    problem = small_problem([[1.0, 10.0], [1.0, 1.0]], **sizes, objective="max_load")
+    assert score(problem, [[0, 1]])[0] == 1.0
+    assert lower_bound(problem) <= 1.0 and lower_bounds(problem)["max_load"] <= 1.0
+    assert lower_bounds(problem)["period"] > 1.0  # of which some of it must run elsewhere
+
+
+def test_memory_without_a_limit_is_no_lack_of_it() -> None:
+    """Two operators of 500 bytes are on the first GPU, 2 s; nothing need be streamed."""
+    cards = Device("g0", "cuda", memory_bytes=1000), Device("g1", "cuda")
+    streams = Device("s", "cuda", streams="g0", buffer_bytes=600)
+    cluster = Cluster("c", (Device("cpu"), *cards, streams), (Link("cpu", "s", 5.0, 1e9),))
+    seconds = [[np.inf, 1.0, 10.0, 1.0]] * 2
+    problem = problem_on(
+        graph_of(2, [], param_bytes=500), seconds, cluster=cluster, objective="latency"
+    )
+    assert score(problem, [[1, 1]])[0] == 2.0
+    assert lower_bound(problem) <= 2.0 * (1 + 1e-9)
+
+
+def test_joules_of_what_is_streamed_are_of_its_seconds_not_of_the_copies() -> None:
+    """1 s of 10 W, while 4 bytes come in 4 s."""
+    watts = {"busy_w": 10.0, "idle_w": 0.0}
+    card = Device("gpu", "cuda", **watts)
+    devices = (
+        Device("cpu", busy_w=0.0, idle_w=0.0),
+        card,
+        Device("s", "cuda", streams="gpu", **watts),
+    )
+    cluster = Cluster("c", devices, (Link("cpu", "s", 0.0, 1.0),))
+    problem = problem_on(
+        graph_of(1, [], param_bytes=4), [[np.inf, np.inf, 1.0]], cluster=cluster, objective="energy"
+    )
+    assert lower_bound(problem) <= score(problem, [[2]])[0] * (1 + 1e-9)
+
+
 def test_what_has_no_room_is_streamed_through_two_buffers() -> None:
     """Of four operators with 10 bytes the GPU holds 25: one, and the buffers; three take 2 s.
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.cli import BAD_INPUT, NO, OK
-from placement.cluster import Link
+from placement.cluster import Cluster, Device, Link
 from placement.importers import save
 from placement.plan import load_plan, make_plan
 from placement.planners import load
@@ -51,6 +51,19 @@ def test_columns_and_links_of_what_is_left() -> None:
     assert left.profile.io_s.tolist() == [[0.5, 1.5], [2, 3]]
     assert left.profile.transfer_s[0].tolist() == [[0, 2], [6, 8]]
     assert left.profile.predicted.tolist() == [[False, False], [True, True]]
+
+
+def test_what_streams_goes_with_its_device_or_with_the_last_processor() -> None:
+    whole = chain(2, "abc")
+    kinds = [
+        replace(d, kind=k)
+        for d, k in zip(whole.cluster.devices, ("cpu", "cuda", "cuda"), strict=True)
+    ]
+    twins = [Device(f"s/{x}", "cuda", streams=x) for x in "bc"]
+    cluster = Cluster("c", (*kinds, *twins))
+    streaming = replace(whole, cluster=cluster, profile=whole.profile.for_cluster(cluster))
+    for without, left in ((["b"], ("a", "c", "s/c")), (["a"], ("b", "c"))):
+        assert remaining(streaming, without).cluster.device_names == left
 
 
 def test_somebody_must_be_left_and_who_goes_must_be_there() -> None:

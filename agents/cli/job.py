@@ -269,6 +269,9 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             versions |= {name: version(name) for name in (DISTRIBUTION, *_VERSIONS_OF)}
             write_atomic(folder / "versions.json", json.dumps(versions, indent=1))
             run = partial(tracker.run, folder, config | {"versions": versions}, job_type, group)
+            if "resume" in cfg and not (cfg.resume and begun):  # a run of its own
+                for name in ("wandb_run_id", "tracked.csv"):
+                    (folder / name).unlink(missing_ok=True)
             yield Job(cfg, folder, report, lambda: tracked.enter_context(run()))
     except KeyboardInterrupt:
         key, place = ("sweep", str(of_hydra.sweep.dir)) if is_sweep else ("run", str(folder))

@@ -180,10 +180,12 @@ def _trained(
 ) -> TrainedPolicy:
     """The policy, after it has imitated the expert where the configuration says so."""
     from agents.training import train
+    from agents.training.callbacks import CHECKPOINT
     from agents.training.expert import solve
 
     cfg = run.cfg
-    logged = _last_step(run.folder / "metrics.csv") if cfg.resume else -1.0
+    goes_on = cfg.resume and (run.folder / CHECKPOINT).is_file()
+    logged = _last_step(run.folder / "metrics.csv") if goes_on else -1.0
 
     def progress(row: Row) -> None:
         if row["steps"] > logged:  # a run that goes on repeats what followed its checkpoint
@@ -193,10 +195,13 @@ def _trained(
 
     solutions = None
     if cfg.warm_start == "imitation":
+        path = run.folder / "solutions.npz"
+        if not cfg.resume:  # of another expert, or machine
+            path.unlink(missing_ok=True)
         solutions = solve(
             machines,
             expert,
-            run.folder / "solutions.npz",
+            path,
             lambda name, part: run.report(f"{name}: expert", part),
             parallel=cfg.parallel,
         )
@@ -226,6 +231,11 @@ def _evaluator(run: Job, problems: Mapping[str, Problem]) -> Evaluator:
     from placement.simulator import score
 
     if run.cfg.evaluator != MEASURED:
+        if run.cfg.measurements is not None:
+            raise AppError(
+                f"measurements = {run.cfg.measurements} counts runs, and the simulator makes none: "
+                f"evaluator={MEASURED}, or leave it out"
+            )
         return score
     for name, problem in problems.items():
         described = [d.name for d in problem.cluster.devices if d.like is not None]

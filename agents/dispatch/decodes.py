@@ -118,6 +118,7 @@ class _Decodes:
     def greedily(self) -> dict[str, float]:
         """The greedy decodes: by the network from both ends, and by the rule."""
         problem, counted, costs = self.search.problem, 0, dict[str, float]()
+        fitted: int | None = None
         order = (("greedy", 0), ("greedy", 1), ("backward", 0), ("rule", 0), ("rule", 1))
         for what, activations in order:
             if activations and (self.best < INFEASIBLE or not problem.memory_may_bind):
@@ -134,6 +135,10 @@ class _Decodes:
             cost = costs[f"{what}_value_s"] = self._evaluated(self._ways[way], ruled)
             if not ruled:
                 self._greedy[way] = cost
+            if what == "greedy" and cost < INFEASIBLE:
+                fitted = activations
+        if fitted not in (None, counted):  # samples are drawn of what fits
+            self._ways[0] = Dispatcher(problem, self._rule, fitted)
         return costs
 
     def sample(self, count: int, seed: int) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,9 @@ class Training(BaseCallback):
         steps, updates: of all environments; and of the network.
         best_weights: of the best check, whose mean reward is ``best_greedy``.
         last_greedy: mean reward of the last check.
-        greedy_s: float64 ``[P]`` seconds of the last check; ``held_out_reward``: its mean reward on
-            what is held out.
+        best_speedup, last_speedup: how many times as fast as the references these checks were, and
+            ``held_out_speedup`` the last one on what is held out.
+        greedy_s: float64 ``[P]`` seconds of the last check.
         checks: how many there were.
         resumed: the checkpoint that the next rollout goes on from.
     """
@@ -83,7 +84,8 @@ class Training(BaseCallback):
         self.stop = False
         self.steps = self.updates = self.checks = 0
         self.best_greedy = self.last_greedy = -np.inf
-        self.held_out_reward = np.nan
+        self.best_speedup = self.last_speedup = 0.0
+        self.held_out_speedup = np.nan
         self.best_weights = deepcopy(net.state_dict())
         self.greedy_s: NDArray[np.float64] = np.full(len(tasks.problems.problems), np.inf)
         self.resumed: dict[str, Any] | None = None
@@ -93,7 +95,7 @@ class Training(BaseCallback):
 
     def speedup(self, seconds: NDArray[np.float64]) -> float:
         """Geometric mean over the problems of reference over ``seconds [P]``."""
-        return float(np.exp(self.tasks.problems.speedups(seconds).mean()))
+        return _speedup(self.tasks, seconds)
 
     def _learn_levels(self) -> None:
         """Where placements run, what they are worth follows what ran later: a lucky run is no best.
@@ -139,8 +141,9 @@ class Training(BaseCallback):
         if not last:
             net.load_state_dict(self.best_weights)
         row = self.rows[-1] if self.rows else {}
+        cold = self.config.cold or all(start is None for start in self.tasks.starts)
         card = {
-            "config": asdict(self.config),
+            "config": asdict(replace(self.config, cold=cold)),
             "problems": self.tasks.described(),
             "versions": {
                 "python": platform.python_version(),
@@ -151,7 +154,7 @@ class Training(BaseCallback):
             "updates": self.updates,
             "seconds": time.perf_counter() - self.started,
             "evaluations": self.env.rules.num_evaluations,
-            "greedy_speedup": float(np.exp(self.last_greedy if last else self.best_greedy)),
+            "greedy_speedup": self.last_speedup if last else self.best_speedup,
             "held_out": [] if self.held_out is None else self.held_out.described(),
             "best_speedup": float(row.get("best_speedup", np.nan)),
         }
@@ -218,13 +221,16 @@ class Training(BaseCallback):
         choices, self.greedy_s, used = self.tasks.answers(self.config, net)
         rules.num_evaluations += used
         rules.keep(np.arange(len(choices)), choices, self.greedy_s)
-        self.last_greedy = _mean_reward(self.tasks, choices, self.greedy_s)
+        tasks, seconds = self.tasks, self.greedy_s
         if self.held_out is not None:
-            choices, held_s, _ = self.held_out.answers(self.config, net)
-            self.last_greedy = self.held_out_reward = _mean_reward(self.held_out, choices, held_s)
+            tasks = self.held_out
+            choices, seconds, _ = tasks.answers(self.config, net)
+            self.held_out_speedup = _speedup(tasks, seconds)
+        self.last_greedy = _mean_reward(tasks, choices, seconds)
+        self.last_speedup = _speedup(tasks, seconds)
         better = self.last_greedy > self.best_greedy
         if better:
-            self.best_greedy = self.last_greedy
+            self.best_greedy, self.best_speedup = self.last_greedy, self.last_speedup
             self.best_weights = deepcopy(self.net.state_dict())
         self.write(policy=better)
 
@@ -239,7 +245,7 @@ class Training(BaseCallback):
             "reward_mean": float(np.mean(self._rewards)) if self._rewards else np.nan,
             "greedy_speedup": self.speedup(self.greedy_s),
             "best_speedup": self.speedup(rules.best_s),
-            "held_out_speedup": float(np.exp(self.held_out_reward)),
+            "held_out_speedup": self.held_out_speedup,
             "entropy": -float(values.get("train/entropy_loss", np.nan)),
             "approx_kl": float(values.get("train/approx_kl", np.nan)),
             "clip_fraction": float(values.get("train/clip_fraction", np.nan)),
@@ -281,7 +287,7 @@ class Training(BaseCallback):
             "best_weights": self.best_weights,
             "greedy_s": torch.from_numpy(self.greedy_s),
             "figures": [self.best_greedy, self.checks],
-            "held_out": self.held_out_reward,
+            "speedups": [self.best_speedup, self.last_speedup, self.held_out_speedup],
             "seconds": time.perf_counter() - self.started,
         }
         if self.out_dir is not None:
@@ -306,7 +312,8 @@ class Training(BaseCallback):
             raise PolicyError(
                 f"{path}: not a readable checkpoint ({error}); delete it to begin anew"
             ) from error
-        begun = _completed(state.get("origin", {}))  # the first versions kept no such thing
+        # The first versions kept no such thing; later ones did not say what values are of.
+        begun = {"evaluator": self.origin["evaluator"]} | _completed(state.get("origin", {}))
         now = {what: json.loads(value) for what, value in self.origin.items()}
         other = [what for what in now if json.loads(begun.get(what, "{}")) != now[what]]
         if version != 2 or other:
@@ -326,7 +333,8 @@ class Training(BaseCallback):
         self.rows, self.best_weights = json.loads(state["rows"]), state["best_weights"]
         self.greedy_s = state["greedy_s"].numpy()
         self.best_greedy, self.checks = state["figures"]
-        self.held_out_reward = state["held_out"]
+        speedups = state.get("speedups", [np.nan] * 3)  # older ones know rewards alone
+        self.best_speedup, self.last_speedup, self.held_out_speedup = speedups
         self.started = time.perf_counter() - state["seconds"]
         return True
 
@@ -351,6 +359,10 @@ def between(last: float, first: float, left: float) -> float:
 
 def _mean_reward(tasks: Tasks, choices: NDArray[np.int32], seconds: NDArray[np.float64]) -> float:
     return float(tasks.problems.rewards(np.arange(len(seconds)), seconds, choices).mean())
+
+
+def _speedup(tasks: Tasks, seconds: NDArray[np.float64]) -> float:
+    return float(np.exp(tasks.problems.speedups(seconds).mean()))
 
 
 def _completed(begun: dict[str, str]) -> dict[str, str]:

@@ -36,6 +36,7 @@ from envs.vector import Episodes, FreshEpisodes, FreshRules
 from placement.problem import Placement, Problem
 from placement.runs.compare import describe, placement_id, problem_fingerprint
 from placement.runs.trials import BudgetSpent
+from placement.simulator import score
 from placement.tools.files import short
 from placement.tools.named import meant
 from placement.tools.threads import torch_threads
@@ -285,12 +286,14 @@ def _origin(
         return [None if s is None else placement_id(s) for s in starts]
 
     held = [] if held_out is None else held_out.problems.problems
+    evaluator = tasks.problems.evaluator
     reference_s = start.reference_s
     seams = (config.reward, config.generator, config.algorithm, config.formulation)
     described = map(describe, (*seams, getattr(config.network, "encoder", None)))
     facts = {
         "configuration": asdict(config),
         "your code": {x["name"]: x["code"][:12] for x in described if isinstance(x, dict)},
+        "evaluator": "simulator" if evaluator is score else type(evaluator).__name__,
         "problems": [problem_fingerprint(p) for p in tasks.problems.problems],
         "warm starts": ids(tasks.starts),
         # Those that follow from the problems may be measured: they differ each time.

@@ -249,6 +249,8 @@ class DispatchRules(BuildingRules):
             episode = self.episode(b)
             t, s = episode.tables, episode.state
             if not 0 <= action < s.count:
+                if s.count:  # all groups may have a device, and operators are left
+                    self.choices[b] = -1
                 done[b] = True
                 continue
             done[b] = kernels.take(t, s, action)
@@ -266,7 +268,7 @@ class DispatchRules(BuildingRules):
         values = np.empty(len(rows))
         for k, b in enumerate(rows.tolist()):
             episode, p = self.episode(b), int(self.ids[b])
-            if (episode.placement >= 0).all():
+            if episode.state.num_placed == episode.problem.num_ops:
                 values[k] = episode.value_s()
             else:
                 values[k] = self.problems.values(p, self.choices[b : b + 1])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,6 +33,8 @@ def learning(bench: Bench) -> None:
     problem = Problem(graph, bench.cluster, profile, "latency", num_microbatches=1)
     names = [way for way in measured.WAYS if "pre-trained" not in way]
     names = names[:1] if bench.emulated else names  # what others import takes longer
+    if not bench.emulated:
+        _warm_up(problem)
     run_s = _run_s(problem, 1 if bench.emulated else 8)
     left_s = (1 - FINALS) * (bench.until - time.perf_counter())
     runs = int(np.clip(left_s / len(names) / run_s / LEARNS, 3, 3 if bench.emulated else RUNS))
@@ -58,6 +61,15 @@ def learning(bench: Bench) -> None:
         for row in measured.judged(unit, problem, runtime, done, Path(folder)):
             facts = {"ran": row.ran, "measured_ms": row.measured_s * 1e3, "gain": row.gain}
             bench.emit(f"{key}, {row.way}", **facts, predicted_ms=row.predicted_s * 1e3)
+
+
+def _warm_up(problem: Problem) -> None:
+    """What learners import and compile counts for none of them: a moment of each, simulated."""
+    from agents.training import TrainConfig, train
+
+    bare = replace(problem, graph=problem.graph.without_program())
+    for recipe in (measured.PPO, measured.GROUP):
+        train([bare], config=TrainConfig(total_steps=1, num_checks=1, **recipe))
 
 
 def _run_s(problem: Problem, count: int) -> float:

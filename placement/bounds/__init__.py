@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -78,15 +79,19 @@ def _bounds(problem: Problem, wanted: Sequence[Objective], effort: Effort) -> di
     bare = problem.without_copies  # all that does not ask for them holds beside them
     prices = balance_prices(bare.group_compute_s, effort.load_lp)
     path_s = float(fastest_end_s(bare).max())
-    load_s = _load_bound_s(bare, prices, effort.load_lp) if effort.load_lp else 0.0
+
+    @cache
+    def load_s(tensors: bool = True) -> float:
+        return _load_bound_s(bare, prices, effort.load_lp, tensors) if effort.load_lp else 0.0
+
     of: dict[Objective, Callable[[], float]] = {
-        Objective.LATENCY: lambda: _latency_bound_s(problem, path_s, load_s, effort),
-        Objective.PERIOD: lambda: _period_bound_s(problem, path_s, load_s, effort),
-        Objective.MAX_LOAD: lambda: _max_load_bound_s(problem, load_s, prices),
+        Objective.LATENCY: lambda: _latency_bound_s(problem, path_s, load_s(), effort),
+        Objective.PERIOD: lambda: _period_bound_s(problem, path_s, load_s(), effort),
+        Objective.MAX_LOAD: lambda: _max_load_bound_s(problem, load_s(tensors=False), prices),
         Objective.PIECEWISE_LATENCY: lambda: max(path_s, pieces_s(problem)),
     }
     if problem.power is not None:
-        of[Objective.ENERGY] = lambda: _energy_bound_j(problem, path_s, load_s)
+        of[Objective.ENERGY] = lambda: _energy_bound_j(problem, path_s, load_s())
     return {own.value: bound() for own, bound in of.items() if own in wanted}
 
 
@@ -103,7 +108,9 @@ def fastest_end_s(problem: Problem) -> Floats:
 def _energy_bound_j(problem: Problem, path_s: float, load_s: float) -> float:
     assert problem.power is not None
     busy, least = problem.power.busy_w, np.minimum(problem.power.busy_w, problem.power.idle_w)
-    added = np.where(problem.supported, problem.compute_s, 0.0) * (busy - least)
+    # What streams works on the device that it streams to, at that one's watts.
+    seconds, more = problem.without_copies.compute_s, (busy - least)[problem.worker]
+    added = np.where(problem.supported, seconds, 0.0) * more
     added = np.where(problem.supported, added, np.inf).min(axis=1).sum()
     run_s = max(path_s / problem.num_microbatches, load_s)
     return float(added + (least.sum() + problem.second_j) * run_s) * EXACT
@@ -161,12 +168,12 @@ def _max_load_bound_s(problem: Problem, load_s: float, prices: Floats) -> float:
     return cut_load_s(problem, prices, load_s)
 
 
-def _load_bound_s(problem: Problem, prices: Floats, lp_size: int) -> float:
+def _load_bound_s(problem: Problem, prices: Floats, lp_size: int, tensors: bool) -> float:
     groups = problem.group_compute_s
     least_s = float(priced(groups, prices).sum()) * EXACT
     if problem.max_phases == 1:
         least_s = max(least_s, float(groups.min(axis=1).max()))
     full = problem.graph.param_bytes.sum() > problem.memory_bytes
     if full.any() and not problem.cluster.streaming and groups.size <= lp_size:
-        least_s = max(least_s, period_s(problem, sends=False))
+        least_s = max(least_s, period_s(problem, sends=False, tensors=tensors))
     return least_s

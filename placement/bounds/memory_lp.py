@@ -56,7 +56,7 @@ class Placed:
     """A program of a time, and of the shares ``on [G, D]`` of groups on devices with memory.
 
     A device has a buffer beside what it streams. The time is counted in ``unit_s``, more than any
-    call or item takes. ``streams``: see ``either``.
+    call or item takes. ``streams``: see ``either``. ``tensors``: they need memory too.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Placed:
         crossing: bool,
         more_s: float = 0.0,
         streams: bool | None = None,
+        tensors: bool = True,
     ) -> None:
         self.problem, self.program = problem, Program()
         own = problem.worker == np.arange(problem.num_devices)
@@ -77,7 +78,7 @@ class Placed:
         can = np.isfinite(problem.group_compute_s)
         self.on = self.program.shares(can)
         self.buffers: dict[int, tuple[Columns, float]] = {}  # of what streams: bytes, if any does
-        self._hold()
+        self._hold(working_bytes(problem) if tensors else np.zeros(problem.num_ops))
         if streams:
             self.program.row(-1.0, *((buffer, -1.0) for buffer, _ in self.buffers.values()))
         elif streams is not None:
@@ -114,9 +115,9 @@ class Placed:
             copied = self.on[:, s], uses * problem.graph.per_group(copy_s)
             self.program.row(0.0, copied, *terms, self.time)
 
-    def _hold(self) -> None:
+    def _hold(self, working: Floats) -> None:
         g, problem, on, held = self.problem.graph, self.problem, self.on, own_bytes(self.problem)
-        working = working_bytes(problem)
+        runs = problem.without_copies.compute_s > 0  # what takes no time is never seen to hold
         for d, *streaming in self.sides:
             placed: list[Terms] = [(on[:, d], held)]
             buffers: list[Terms] = []
@@ -135,8 +136,8 @@ class Placed:
             # Some operators that need most while they run, wherever they are.
             here, room = [d, *streaming], float(problem.memory_bytes[d])
             for op in np.argsort(-working, kind="stable")[:_WORKING]:
-                takes = problem.compute_s[op, here] > 0  # what takes no time is never seen to hold
-                self._within(room, *placed, *buffers, (on[g.group[op], here], working[op] * takes))
+                used = working[op] * runs[op, here]
+                self._within(room, *placed, *buffers, (on[g.group[op], here], used))
             for s in streaming:  # what may be page-locked
                 self._within(float(problem.memory_bytes[s]), (on[:, s], held))
 
@@ -224,7 +225,7 @@ def _must_stream(problem: Problem) -> bool:
     is_cpu = np.array([d.kind == "cpu" for d in problem.cluster.devices])
     own = problem.worker == np.arange(problem.num_devices)
     needs = ~np.isfinite(problem.group_compute_s[:, is_cpu]).any(axis=1)
-    room = float(problem.memory_bytes[own & ~is_cpu].sum())
+    room = problem.memory_bytes[own & ~is_cpu].sum(dtype=np.float64)
     return bool(own_bytes(problem)[needs].sum() * EXACT > room)
 
 
@@ -281,10 +282,15 @@ def busy_s(problem: Problem, load_s: float, lp_size: int) -> float:
 
 
 def period_s(
-    problem: Problem, low: float = 0.0, high: float = 1.0, more_s: float = 0.0, sends: bool = True
+    problem: Problem,
+    low: float = 0.0,
+    high: float = 1.0,
+    more_s: float = 0.0,
+    sends: bool = True,
+    tensors: bool = True,
 ) -> float:
     """An item of a stream, at least: loads and memory; if it ``sends``, between two devices also
-    all that is sent.
+    all that is sent. ``tensors``: they need memory too, of which ``max_load`` knows nothing.
 
     All but the busiest device do from ``low`` to ``high`` of its seconds on average, so that
     operators take at least ``low`` of what ``loaded_s`` is more than ``compute_s``; the busiest
@@ -295,7 +301,7 @@ def period_s(
     """
     window = least_window(problem.num_microbatches) if sends and problem.max_phases == 1 else 0
     counted = max(0.0, window - problem.max_in_flight + 1) / max(window, 1)
-    placed = Placed(problem, counted > 0 and problem.num_workers == 2, more_s)
+    placed = Placed(problem, counted > 0 and problem.num_workers == 2, more_s, tensors=tensors)
     program, on, (time, minus_s) = placed.program, placed.on, placed.time
     alone_s, loaded_s = map(problem.graph.per_group, (placed.alone_s, placed.loaded_s))
     for here, handed, taken in zip(placed.sides, placed.handed, placed.taken, strict=True):

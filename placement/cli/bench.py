@@ -87,13 +87,16 @@ def _budgets(args: argparse.Namespace) -> list[int | None]:
 def _one(args: argparse.Namespace, planner: Any, cases: Sequence[Case]) -> int:
     """All cases with one budget; what is finished is shown whatever ends it."""
     from placement.importers import FormatError
+    from placement.report.saved import digest
     from placement.runs.bench import answer, measure, unread
+    from placement.runs.compare import describe
     from placement.tools.files import write_atomic
 
     facts = {
         "options": dict(word.split("=", 1) for word in args.options),
         "budget": {"evaluations": args.evaluations, "seconds": args.seconds},
         "seed": args.seed,
+        "digest": digest(describe(planner)),
     }
     done = _finished(args, facts)
     rows: list[BenchRow] = []
@@ -149,8 +152,8 @@ def _finished(
     try:
         earlier = parse_json(read_text(args.out))
         same = {"suite": args.suite, "planner": args.planner, **facts}
-        if any(earlier[key] != value for key, value in same.items()):
-            raise ValueError("it is of another suite, planner, options or budget")
+        if any(earlier.get(key) != value for key, value in same.items()):
+            raise ValueError("it is of another suite, planner, weights, options or budget")
         rows = [BenchRow(**row) for row in earlier["rows"]]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise cli.UsageError(

@@ -42,9 +42,10 @@ predictions err, split_value_s of these and margin; with the planner replicated 
 with its devices; with the planner policy also network, the files of the networks that were asked,
 or none. For a language model there also is memory: of every device weights_bytes, kv_cache_bytes,
 buffers_bytes, needed_bytes and there_bytes; and prefill_s, decode_s, weights (how often these count
-in value_s), spread (by which share they may err) and bounds: of both, least_s, which no placement
-is below, and where the other seconds go, slow_s, turns_s and handing_s; or largest_context where
-nothing fits. Where --experts parts layers, hot_experts has those that stay with each layer.
+in value_s), interval (of both, within which nine in ten are), tokens_per_s and bounds: of both,
+least_s, which no placement is below, and where the other seconds go, slow_s, turns_s and handing_s;
+or largest_context where nothing fits. Where --experts parts layers, hot_experts has those that stay
+with each layer.
 """
 
 
@@ -512,8 +513,10 @@ def _show(
         here = problem.graph.program is not None and not plan.missing_devices()
         then = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
         if served:  # there is nothing that could run here
-            plan_path = shlex.quote(args.out)
-            then = f"; next: placement export {plan_path} --to vllm --out vllm.env (--list: others)"
+            to = served.runs_in(plan)
+            out = {"vllm": "vllm.env", "llama_cpp": "llama.args"}[to]
+            then = f"; next: placement export {shlex.quote(args.out)} --to {to} --out {out}"
+            then += " (--list: others)"
         cli.say(f"plan written to {args.out}{then}")
     if args.trace:
         cli.say(cli.TRACE_WRITTEN.format(args.trace))

@@ -248,15 +248,20 @@ class Served:
         """The command that measures what is predicted; empty where no program runs such a plan."""
         from placement import exporters
 
+        try:
+            exported = exporters.load(self.runs_in(plan))(plan)
+        except exporters.ExportError:
+            return ""
+        is_gguf = plan.provenance.profile.get("format") == "gguf"
+        model = shlex.quote(self._args.workload) if is_gguf else "MODEL"
+        return exported.check.replace("MODEL", model)
+
+    def runs_in(self, plan: Plan) -> str:
+        """The exporter for the program that is predicted."""
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         is_gguf = plan.provenance.profile.get("format") == "gguf"
         mixed = len({kinds[d] == "cpu" for d in plan.assignment.values()}) > 1
-        try:
-            exported = exporters.load("llama_cpp" if is_gguf or mixed else "vllm")(plan)
-        except exporters.ExportError:
-            return ""
-        model = shlex.quote(self._args.workload) if is_gguf else "MODEL"
-        return exported.check.replace("MODEL", model)
+        return "llama_cpp" if is_gguf or mixed else "vllm"
 
 
 def fits(problem: Problem) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from placement.cluster import Cluster
 from placement.costs.calibration import calibrated
-from placement.costs.measure import EFFORT, cached_path, measured_rounds, typical
+from placement.costs.measure import EFFORT, cached_path, is_saved, measured_rounds, typical
 from placement.executor.alone import on_one_device, placed, run_seconds
 from placement.executor.inductor import kernel_seconds, kernels_of
 from placement.executor.runner import Runner
@@ -336,15 +336,17 @@ def load_or_measure_compiled(
 ) -> tuple[OpGraph, Profile]:
     """The fused graph and its profile, saved or new; see ``measure_compiled``.
 
-    One that was made of another ``profile`` is made again.
+    One that was made of another ``profile``, or is damaged, is made again.
     """
     path = cached_path(graph, cluster, folder)
     path = path.with_name(f"{path.stem}-compiled{path.suffix}")
     when = profile.provenance.get("when")
-    saved = Profile.load(path) if path.exists() else None
+    saved = None
+    with suppress(ProfileError):  # not there, or damaged
+        saved = Profile.load(path)
     if saved is None or saved.provenance.get("when") != when or "runs" not in saved.provenance:
         saved = measure_compiled(graph, cluster, profile, progress=progress)
-        saved.save(path)
+        is_saved(saved, path)
     joined = replace(
         graph,
         group=np.array(saved.provenance["groups"], np.int32),

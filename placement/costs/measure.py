@@ -285,17 +285,23 @@ def load_or_measure(
         if repeats is None or profile.provenance.get("repeats", 0) >= repeats:
             return profile.for_cluster(cluster)
     profile = measure(graph, cluster, repeats=repeats or 10, progress=progress)
+    if is_saved(profile, path):
+        remember(graph, cluster, profile, folder)
+    return profile.for_cluster(cluster)
+
+
+def is_saved(profile: Profile, path: Path) -> bool:
+    """Save a profile; whether that is possible, with a warning where it is not."""
     try:
         profile.save(path)
     except FileError as error:
         warnings.warn(
             f"the profile is not saved ({error}), so it will be measured again next time; or set "
             "PLACEMENT_HOME to another folder",
-            stacklevel=2,
+            stacklevel=3,
         )
-    else:
-        remember(graph, cluster, profile, folder)
-    return profile.for_cluster(cluster)
+        return False
+    return True
 
 
 def cached_path(graph: OpGraph, cluster: Cluster, folder: str | Path | None = None) -> Path:

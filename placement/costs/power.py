@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -169,7 +169,7 @@ def measured(
             matrices.
 
     Raises:
-        PowerError: no device has a meter, or a meter cannot be read.
+        PowerError: no device has a meter, a meter cannot be read, or a device cannot work.
     """
     if not seconds > 0:
         raise PowerError(f"seconds = {seconds}: measuring needs some")
@@ -217,7 +217,11 @@ def _meters_of(device: Device, meters: Sequence[Meter]) -> list[Meter]:
 
 
 def keep_busy(device: Device, seconds: float) -> None:
-    """Multiply matrices on ``device`` with its own cores and threads for ``seconds``."""
+    """Multiply matrices on ``device`` with its own cores and threads for ``seconds``.
+
+    Raises:
+        PowerError: it is not on this machine, or has no memory for them.
+    """
     import torch
 
     from placement.executor.backend import set_own_num_threads
@@ -239,8 +243,11 @@ def keep_busy(device: Device, seconds: float) -> None:
             for _ in range(16):
                 y = x @ x
             y[0, 0].item()  # wait for a GPU
-        torch.set_num_threads(threads_before)  # new threads inherit the last setting
 
-    thread = threading.Thread(target=multiply)
-    thread.start()
-    thread.join()
+    try:
+        with ThreadPoolExecutor(1) as thread:  # which may be bound to cores
+            thread.submit(multiply).result()
+    except (OSError, RuntimeError) as error:
+        raise PowerError(f"device {device.name!r} cannot work here: {error}") from error
+    finally:
+        torch.set_num_threads(threads_before)  # new threads inherit the last setting

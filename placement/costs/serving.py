@@ -192,15 +192,16 @@ def part_seconds(
     tokens: Tokens
     seconds = 0.0
     if prompts:
-        rows = min(PIECE, serving.batch * serving.tokens)
-        pieces = ceil(serving.batch * serving.tokens / rows)
+        pieces, rest = divmod(serving.batch * serving.tokens, PIECE)
+        passes = [(PIECE, pieces), (rest, 1)]
         if part.kind == "head":  # of the last token of a prompt
-            rows, pieces = serving.batch, 1
-        # On average half of the prompt is before a token.
-        sequences, half = ceil(rows / serving.tokens), (serving.tokens + 1) / 2
-        tokens = rows, sequences, half
-        one_s = pass_s(part, decoder.hidden, runtime, peak, tokens, ways)
-        seconds += prompts * pieces * (one_s + _joined_s(part, decoder, device, rows))
+            passes = [(serving.batch, 1)]
+        for rows, count in passes:
+            if rows and count:
+                # On average half of the prompt is before a token.
+                tokens = rows, ceil(rows / serving.tokens), (serving.tokens + 1) / 2
+                one_s = pass_s(part, decoder.hidden, runtime, peak, tokens, ways)
+                seconds += prompts * count * (one_s + _joined_s(part, decoder, device, rows))
     if answers:
         rows = serving.batch
         tokens = rows, rows, serving.context

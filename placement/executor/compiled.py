@@ -54,6 +54,7 @@ from placement.tools.threads import torch_threads
 _CPU = torch.device("cpu")
 PLAIN, FROZEN, EAGER = "plain", "frozen", "eager"
 _FORMAT = 2  # of the files; to be raised with what artefacts of this module look like
+_FILES = ".so", ".json", ".bin"  # of an artefact: code, operands, constants
 _ENTRY = "inductor_entry_cpp"  # the function of the extension module, and its name
 _ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where the extension looks for PyTorch's
 _LEAST = 3  # operators that compute something: a call of an artefact costs as much as two
@@ -65,6 +66,12 @@ _FAR_AHEAD = 0.7  # of the time of operators: weights are most of such a run
 _FROZEN_KEPT = 3  # artefacts of a run for other values of its parameters, beside those in use
 _CONVOLUTIONS = torch.ops.aten.conv2d.default, torch.ops.aten.convolution.default
 _COMPILING = threading.Lock()  # Inductor compiles for one thread at a time
+_INLINED = 8  # elements: Inductor writes constants of at most so many into the code
+_DAMAGED = OSError, ValueError, LookupError, TypeError, ImportError, RuntimeError
+# Kept here: while one thread compiles, ``build`` puts others into their places, which what runs in
+# another thread must not call.
+_handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
+_tensors = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
 
 
 @dataclass(frozen=True)
@@ -100,8 +107,9 @@ def recipe(
     names: dict[Any, str] = {}
 
     def named(x: Any) -> Any:
-        if isinstance(x, Ref | Param):
-            return names.setdefault(x, f"${len(names)}")
+        if isinstance(x, Ref | Param):  # an artefact knows which operand is a parameter
+            role = "p" if isinstance(x, Param) else "k" if x.tensor in known else "t"
+            return names.setdefault(x, f"{role}{len(names)}")
         if isinstance(x, list | tuple):
             return [type(x).__name__, *map(named, x)]
         if isinstance(x, dict):
@@ -196,8 +204,8 @@ def build(
         patches: more of Inductor's options, e.g. ``**{"cpp.enable_kernel_profile": True}``.
 
     Raises:
-        RuntimeError: Inductor refuses the graph, its outputs share memory with its inputs, or there
-            is no compiler that works.
+        Refused: its outputs share memory with its inputs, or Inductor makes several parts of it.
+        RuntimeError: Inductor refuses the graph, or there is no compiler that works.
     """
     from torch._inductor import codecache, standalone_compile
     from torch._inductor.constant_folding import ConstantFolder
@@ -205,10 +213,6 @@ def build(
     entries: list[Any] = []
     operands: list[Tensor] = []
     results: list[list[Tensor]] = []
-    handles, tensors = (
-        torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors,
-        torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs,
-    )
     load = codecache.CppWrapperCodeCache.load_pybinding
 
     def loaded(*args: Any, **kwargs: Any) -> Any:
@@ -228,10 +232,10 @@ def build(
 
     def given(values: list[Tensor]) -> Any:
         operands[:] = values
-        return handles(values)
+        return _handles(values)
 
     def made(values: Any) -> Any:
-        results.append(tensors(values))
+        results.append(_tensors(values))
         return results[-1]
 
     options = {
@@ -262,12 +266,12 @@ def build(
         stack.enter_context(patch(aoti, "alloc_tensors_by_stealing_from_void_ptrs", made))
         outputs = artefact(*inputs)
     if len(entries) != 1 or len(results) != 1:
-        raise RuntimeError(f"Inductor made {len(entries)} parts of it")
+        raise Refused(f"Inductor made {len(entries)} parts of it")
     if not isinstance(outputs, list | tuple):
         outputs = (outputs,)
     (raw,) = results
     if [*map(view_of, raw)] != [*map(view_of, outputs)]:
-        raise RuntimeError("what it makes shares memory with what it reads")
+        raise Refused("what it makes shares memory with what it reads")
     (entry,) = entries
     return Built(Path(entry.__self__.__file__), entry, operands, packed, raw, seconds)
 
@@ -411,8 +415,7 @@ class Artefact:
 
 def called(entry: Any, operands: list[Tensor]) -> list[Tensor]:
     """What the function of an extension makes of its operands."""
-    handles = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(operands)
-    return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(entry(handles))  # type: ignore[no-any-return]
+    return _tensors(entry(_handles(operands)))  # type: ignore[no-any-return]
 
 
 def write(built: Built, places: Mapping[Any, Any], path: Path) -> None:
@@ -439,8 +442,15 @@ def write(built: Built, places: Mapping[Any, Any], path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete the files of an artefact."""
-    for suffix in (".so", ".json", ".bin"):
+    for suffix in _FILES:
         path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def touch(path: Path) -> None:
+    """Say that an artefact is in use: of a cache, what is old is deleted."""
+    for suffix in _FILES:
+        with suppress(FileNotFoundError):  # of constants, where there are none
+            os.utime(path.with_suffix(suffix))
 
 
 def _written(x: Tensor, data: bytearray) -> list[Any]:
@@ -466,7 +476,7 @@ def load(
     """An artefact from its files, with the parameters ``params``.
 
     Raises:
-        OSError, ValueError, ImportError: they are not there, damaged, or of another PyTorch.
+        _DAMAGED: they are not there, damaged, or of another PyTorch.
     """
     described = json.loads(path.with_suffix(".json").read_text())
     data = None
@@ -545,7 +555,7 @@ def _read(
         raise ValueError("a packed constant cannot be read")
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p] * 3
-    (tensor,) = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs([make(handle, None, None)])
+    (tensor,) = _tensors([make(handle, None, None)])
     tensor._memory = part  # type: ignore[attr-defined]
     return tensor  # type: ignore[no-any-return]
 
@@ -747,7 +757,7 @@ class Artefacts:
         name = digest(here(), run.text, str(forms), str(self._device.threads))
         noted = folder() / f"{name}.kind"
         kind, why = None, ""
-        with suppress(OSError, ValueError):  # not there, or damaged
+        with suppress(*_DAMAGED):
             kind, why = json.loads(noted.read_text())
         try:
             if kind is None:
@@ -797,11 +807,12 @@ class Artefacts:
         if kind == FROZEN:
             name = f"{name}-{digest(*map(_bytes_of, values))}"
         path = folder() / f"{name}.so"
-        for file in [path, *(self._of_other_values(path) if kind == FROZEN else ())]:
-            with suppress(OSError, ValueError, KeyError, ImportError):  # damaged, or not there
+        others = kind == FROZEN and all(x.numel() > _INLINED for x in values)
+        for file in [path, *(self._of_other_values(path) if others else ())]:
+            with suppress(*_DAMAGED):
                 artefact = load(file, run, self._params, self._known)
                 if file == path or not self._difference(artefact, run, call):
-                    os.utime(file)  # what was used last is kept
+                    touch(file)  # what was used last is kept
                     return artefact
         if compiler := missing_compiler():
             raise NoCompiler(f"there is no C++ compiler {compiler!r} here: placement doctor")
@@ -826,7 +837,7 @@ class Artefacts:
         if path.exists():
             return
         for other in sorted(path.parent.glob(f"{path.stem.partition('-')[0]}-*.so")):
-            with suppress(OSError, ValueError, KeyError):
+            with suppress(*_DAMAGED):
                 if json.loads(other.with_suffix(".json").read_text())["bytes"] == 0:
                     yield other
 

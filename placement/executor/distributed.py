@@ -239,7 +239,10 @@ class DistributedRunner(Runner):
         self._ended = False
 
     def own_params(self) -> list[int]:
-        """Parameters (by number) that operators of this rank read, or outputs of the model are."""
+        """Parameters (by number) that operators of this rank read, or outputs of the model are.
+
+        And those that are trained here, where their gradients are made.
+        """
         from placement.program import Param
 
         graph = self.graph
@@ -247,6 +250,8 @@ class DistributedRunner(Runner):
         params = {
             p for p in graph.param_use[here.any(axis=0)].tolist() if p < len(self._program.params)
         }
+        first = np.atleast_2d(self.placement)[0]
+        params |= {p for p, t in self._program.gradients if first[graph.tensor_src[t]] in self._own}
         if self.world.rank == 0:
             params |= {x.index for x in self._program.output_leaves if isinstance(x, Param)}
         return sorted(params)
@@ -509,6 +514,7 @@ class DistributedTrainer(Trainer):
         self._take_shown(1)
         if self._num_added == 0:
             raise RunnerError("there are no gradients: call accumulate(microbatches), or step")
+        self._check_unchanged()  # before others begin
         settings = [
             {k: v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups

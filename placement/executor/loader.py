@@ -227,17 +227,19 @@ class InputPipeline(Iterator[Any]):
     def close(self) -> None:
         """End the threads, after the item they are at. Idempotent."""
         self._source.ended = True
-        for _ in self._threads:
+        threads, self._threads = self._threads, []
+        for _ in threads:
             self._permits.put(False)
-        for thread in self._threads:
-            # Not started for an interrupt, or the one in which a forgotten one is collected.
-            if thread.ident not in (None, threading.get_ident()):
-                thread.join()
-        if self._threads:
-            _SWITCHES.restore()
-        self._threads = []
-        self._ready.clear()
-        self._source.let_go()
+        try:
+            for thread in threads:
+                # Not started for an interrupt, or the one in which a forgotten one is collected.
+                if thread.ident not in (None, threading.get_ident()):
+                    thread.join()
+        finally:  # also where Ctrl-C comes again
+            if threads:
+                _SWITCHES.restore()
+            self._ready.clear()
+            self._source.let_go()
 
     def __enter__(self) -> InputPipeline:
         return self

@@ -64,7 +64,7 @@ def needed_bytes(graph: OpGraph, on: Device) -> Ints:
         return needed
     program, device = graph.program, torch.device(on.name.rpartition("/")[2])
     used = [p for p in np.unique(graph.param_use).tolist() if p < len(program.params)]
-    params = {p: weights.on(device, program, p)[1] for p in used}
+    params = {p: weights.on(device, program, p).tensor for p in used}
     runs = [(op,) for op in range(graph.num_ops)]
     silent = replace(program, gradients=(), new_buffers=())  # the module stays as it is
     calls = generate(silent, runs, None, params, {}, device).calls

@@ -44,11 +44,20 @@ from placement.executor.streamed import Streamed
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
 from placement.problem import whole_numbers
-from placement.program import CaptureError, InputError, check_captured, fill, split_inputs
+from placement.program import (
+    CaptureError,
+    InputError,
+    Program,
+    check_captured,
+    fill,
+    split_inputs,
+    storage_of,
+)
 from placement.schedule import Schedule
 from placement.timeline import steady_period
 from placement.tools.progress import Progress
 
+_CLOSED = "the runner is closed; bind the plan again"
 _CLOSED_IN_USE = "the runner was closed while it was in use; bind the plan again"
 
 
@@ -75,9 +84,9 @@ class Runner:
             tensors of ``torch.inference_mode`` (``clone`` them to write to them or to train).
 
     Inputs in the memory of a GPU stay there for the operators of that GPU. Parameters are the
-    module's own: what is written to them, or put in their place (``parameter.data = ...``), shows
-    in the next call. Of those in other memory a GPU has copies, which are made again then (a write
-    into ``parameter.data`` does not show).
+    module's own: what is written to them, or put in their place (``parameter.data = ...``, which is
+    refused where operators are in pieces), shows in the next call. Of those in other memory a GPU
+    has copies, which are made again then (a write into ``parameter.data`` does not show).
 
     Attributes:
         cuda_graphs: to be set before the first call: runs of operators on a GPU are replayed as
@@ -161,8 +170,11 @@ class Runner:
         self.has_company = False
         self.loaded: dict[tuple[torch.device, int], Tensor] = {}  # parameters by kind of memory
         self._copies = weights.Copies()  # of these, those in other memory than the module
-        # Of the module's, those that are read where they are.
-        self._shared: dict[tuple[torch.device, int], Tensor] = {}
+        self.trained = weights.Copies()  # and those that a step changes
+        # Of the module's, those that are read where they are, and pieces of them; where they were.
+        self._shared: list[tuple[torch.device, int]] = []
+        self._cut = _whole_of_pieces(graph.program)
+        self._watched: list[Tensor] = []
         self._places: list[int] = []
         self._streamed: list[Streamed] = []
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
@@ -471,7 +483,8 @@ class Runner:
         """Devices read parameters as they are now; whether any was written since the last time."""
         for streamed in self._streamed:
             streamed.refresh()
-        return self._copies.refresh()
+        was = bool(self.trained.made) and self.trained.refresh()
+        return self._copies.refresh() or was
 
     def _passed_on(self, inputs: dict[int, Any]) -> dict[int, Any]:
         """Inputs that are outputs too, as they are."""
@@ -517,12 +530,24 @@ class Runner:
 
     def _start(self) -> None:
         if self.workers:
-            is_same = [*map(Tensor.data_ptr, self._shared.values())] == self._places
+            is_same = [*map(Tensor.data_ptr, self._watched)] == self._places
             if is_same and weights.states_of(self._frozen) == self._frozen_as:
                 return
             self.stop()  # they would read the memory that their parameters had
-            for key in self._shared:
-                del self.loaded[key]
+        for key in self._shared:  # that may be elsewhere by now
+            self.loaded.pop(key, None)
+        for p, whole in self._cut.items():
+            if storage_of(whole) != storage_of(self._program.params[p]):
+                raise RunnerError(
+                    f"the parameter of {self._program.param_names[p]!r} has got other memory "
+                    "(parameter.data = ...), which its pieces do not follow: write into it (copy_, "
+                    "load_state_dict), or bind the plan again"
+                )
+        if self.compiled and self._schedule is not None:
+            raise RunnerError(
+                "an order speaks of single operators, which are not compiled: leave compiled=True "
+                "out, or bind the plan without its order (in_order=False)"
+            )
         if self.compiled and (self._program.gradients or self._program.new_buffers):
             raise RunnerError(
                 "compiled runs are for inference: a training step, or a module in training mode, "
@@ -547,12 +572,13 @@ class Runner:
         self._finalizer = weakref.finalize(self, _stop_workers, list(workers))
         self.workers = workers
         params = self._program.params
-        self._shared = {
-            key: params[key[1]]
-            for key, x in self.loaded.items()
-            if x.data_ptr() == params[key[1]].data_ptr()
-        }
-        self._places = [*map(Tensor.data_ptr, self._shared.values())]
+        self._shared = [
+            (where, p)
+            for (where, p), x in self.loaded.items()
+            if x.data_ptr() == params[p].data_ptr()
+        ]
+        self._watched = [*(params[p] for _, p in self._shared), *self._cut.values()]
+        self._places = [*map(Tensor.data_ptr, self._watched)]
         frozen = set[int]().union(*(x.frozen for x in self._artefacts))
         self._frozen = [params[p] for p in sorted(frozen)]
         self._frozen_as = weights.states_of(self._frozen)
@@ -716,11 +742,14 @@ class Runner:
             report: called as the work proceeds.
 
         Raises:
-            RunnerError: a training step, or running statistics, which are not compiled.
+            RunnerError: a training step, running statistics, or a plan with an order, which are not
+                compiled; closed, or a call or stream is using the runner.
         """
-        self.compiled = True
-        self._report = report or self._report
-        self._start()
+        with _Use(self):
+            if not self.compiled:
+                self.stop()  # workers of before, which interpret
+            self.compiled, self._report = True, report or self._report
+            self._start()
         if any(isinstance(x, Kernels) for x in self._artefacts):
             for _ in self.stream_tensors([self._program.timing_inputs()]):
                 pass
@@ -779,11 +808,16 @@ class Runner:
             if key not in self.loaded:
                 self._check_values(p)
                 value = program.params[p].detach()
-                if device == value.device or p in changed or program.gradients:
+                if device == value.device or p in changed:
                     self.loaded[key] = value.to(device, copy=p in changed)
+                elif program.gradients:  # it is trained there, and nobody else's
+                    copy = weights.Copy(value.to(device), weights.state_of(value))
+                    self.loaded[key] = copy.tensor
+                    self.trained.add(key, program.params[p], copy)
                 else:
-                    state, self.loaded[key] = weights.on(device, program, p)
-                    self._copies.add(key, program.params[p], state, self.loaded[key])
+                    copy = weights.on(device, program, p)
+                    self.loaded[key] = copy.tensor
+                    self._copies.add(key, program.params[p], copy)
             params[p] = self.loaded[key]
         if device.type == "cuda" and not program.gradients:
             weights.flatten(program, ops, params)
@@ -797,11 +831,18 @@ class Runner:
         return params, gradients
 
     def call_on(self, functions: Mapping[int, Callable[[], None]]) -> None:
-        """Call functions in the threads of devices (by number), and wait until all are done."""
-        self._start()
-        self._follow_caller()
+        """Call functions in the threads of devices (by number), and wait until all are done.
+
+        Raises:
+            RunnerError: closed.
+            Exception: what one raised.
+        """
+        if self._closed:
+            raise RunnerError(_CLOSED)
         left = set(functions)
         try:
+            self._start()
+            self._follow_caller()
             for d, function in functions.items():
                 self.workers[d].inbox.put(function)
             while left:
@@ -839,7 +880,7 @@ class Runner:
         with self._calling:
             self.stop()
         self.loaded.clear()
-        self._copies = weights.Copies()
+        self._copies, self.trained = weights.Copies(), weights.Copies()
         self._streamed.clear()
 
     def __enter__(self) -> Runner:
@@ -884,7 +925,7 @@ class _Use:
     def __enter__(self) -> None:
         runner = self._runner
         if runner._closed:
-            raise RunnerError("the runner is closed; bind the plan again")
+            raise RunnerError(_CLOSED)
         if runner._process != os.getpid():
             raise RunnerError(
                 "the runner is another process's, and a fork has no threads: bind the plan in this "
@@ -981,6 +1022,14 @@ class _Direct:
             return self._coming[0][2].empty() or (first.are_there() and not last.are_there())
         except RuntimeError:  # the GPU has failed, which ``take`` says
             return True
+
+
+def _whole_of_pieces(program: Program) -> dict[int, Tensor]:
+    """By number, of each parameter that is a piece, the module's, of which it is a view."""
+    if program.pieces is None:
+        return {}
+    named = enumerate(zip(program.params, program.param_names, strict=True))
+    return {p: x._base for p, (x, name) in named if name.endswith("]") and x._base is not None}
 
 
 def _phases(placed: NDArray[np.int32], graph: OpGraph, cluster: Cluster) -> NDArray[np.int32]:

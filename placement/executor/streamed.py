@@ -51,19 +51,23 @@ class Streamed:
         params = dict.fromkeys(p for read in reads.values() for p in read)
         done, total = 0, sum(program.params[p].nbytes for p in params)
         for p in params:
-            value = program.params[p].detach()
             try:
                 copy = weights.pinned(program, p)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
+                advice = (
+                    f"say pinned_bytes: {done} of the CPU in"
+                    if done
+                    else "leave what streams out of"
+                )
                 raise ClusterError(
                     f"{total:,} bytes of parameters are to be streamed from pinned host memory, of "
-                    f"which this machine gave {done:,} ({error}): say pinned_bytes: {done} of the "
-                    "CPU in the cluster's YAML file, and plan again"
+                    f"which this machine gave {done:,} ({error}): {advice} the cluster's YAML "
+                    "file, and plan again"
                 ) from error
-            self._pinned.add((_HOST, p), program.params[p], weights.state_of(value), copy)
-            done += copy.nbytes
+            self._pinned.add((_HOST, p), program.params[p], copy)
+            done += copy.tensor.nbytes
         self._ends = {
             op: [*itertools.accumulate(map(self._room, read), initial=0)]
             for op, read in reads.items()
@@ -112,7 +116,7 @@ class Streamed:
         return torch.cuda.current_stream(self._backend.torch_device)
 
     def _room(self, p: int) -> int:
-        return -(-self._pinned.made[_HOST, p].nbytes // ALIGNED) * ALIGNED
+        return -(-self._pinned.made[_HOST, p].tensor.nbytes // ALIGNED) * ALIGNED
 
     def _copy(self) -> None:
         """Launch all copies that may begin once what was launched before has run."""
@@ -124,7 +128,7 @@ class Streamed:
                 self._before.clear()
                 self._here[came.op] = views = self._views_at(came.op, came.begin)
                 for view, p in zip(views, self.reads[came.op], strict=True):
-                    view.copy_(self._pinned.made[_HOST, p], non_blocking=True)
+                    view.copy_(self._pinned.made[_HOST, p].tensor, non_blocking=True)
                 self._arrived[came.op].record(stream)
 
     def _views_at(self, op: int, begin: int) -> list[Tensor]:
@@ -132,7 +136,7 @@ class Streamed:
         if (op, begin) not in self._views:
             views = self._views[op, begin] = []
             for p, at in zip(self.reads[op], self._ends[op], strict=False):
-                x = self._pinned.made[_HOST, p]
+                x = self._pinned.made[_HOST, p].tensor
                 view = self._all.narrow(0, begin + at, x.nbytes).view(x.dtype)
                 views.append(view.as_strided(x.shape, x.stride()))
         return self._views[op, begin]

@@ -136,7 +136,12 @@ class Trainer:
             optimizer.register_state_dict_pre_hook(lambda _: _write_state(me)),
             optimizer.register_step_pre_hook(partial(_check_step, me)),
         )
-        self._is_trained = [x.requires_grad for x in graph.program.params]
+        # What the step was captured with; of what has no gradient it may have been either.
+        trained, params = {q for q, _ in graph.program.gradients}, graph.program.params
+        known = any(params[q].requires_grad for q in trained)
+        self._is_trained = [
+            x.requires_grad or (known and q in trained) for q, x in enumerate(params)
+        ]
 
     def step(self, microbatches: Iterable[Any]) -> Tensor:
         """One optimizer step on the mean gradient of ``microbatches``; their losses, ``[M]``.
@@ -253,6 +258,9 @@ class Trainer:
             self.zero_gradients()
             return
         before = self._means()
+        if not any(g.any() for g in left.values()) and any(before[q].any() for q in left):
+            self.zero_gradients()  # as zero_grad(set_to_none=False) forgets them
+            return
         if any(not torch.equal(g.cpu(), before[q]) for q, g in left.items()):
             self._replace({q: g.cpu() * count for q, g in left.items()})
             self._num_added = count
@@ -298,11 +306,19 @@ class Trainer:
 
         Raises:
             RunnerError: nothing was accumulated.
+            Exception: what the optimizer raised; the gradients are forgotten.
         """
         self._take_shown(1)
         if self._num_added == 0:
             raise RunnerError("there are no gradients: call accumulate(microbatches), or step")
         self._check_unchanged()
+        try:
+            self._apply_means()
+        except BaseException:  # some devices are done with theirs, others are not
+            Trainer.zero_gradients(self)
+            raise
+
+    def _apply_means(self) -> None:
         self.runner.call_on({})  # reads parameters again whose memory is another now
         if self._is_stale():
             self._write_state()
@@ -318,6 +334,10 @@ class Trainer:
                 group.update({k: v for k, v in settings.items() if k != "params"})
             updates[d] = _update(own, mine, self._num_added)
         self.runner.call_on(updates)
+        for own in self._optimizers.values():  # counters of groups
+            for group in own.param_groups:
+                settings = self.optimizer.param_groups[group["number"]]
+                settings.update({k: v for k, v in group.items() if k not in ("params", "number")})
         self.optimizer._opt_called = True  # type: ignore[attr-defined] # schedulers warn otherwise
         self._num_added = 0
         self._spread()
@@ -412,6 +432,7 @@ class Trainer:
     def sync(self) -> None:
         """Bring the module and the optimizer's state up to date."""
         with torch.no_grad():
+            self.runner.trained.refresh()  # what was written to the module since is not lost
             # Where loading ended early, for lack of memory, some gradients were never made.
             for (device, q), value in self.runner.loaded.items():
                 original = self._program.params[q]

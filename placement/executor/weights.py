@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -24,12 +25,22 @@ _version = attrgetter("_version")
 State = tuple[int, int]  # where a parameter is, and how often it was written
 Key = tuple[torch.device, int]  # device and parameter
 
-Kept = dict[Key, tuple[State, Tensor]]
+
+@dataclass(eq=False)
+class Copy:
+    """A parameter in other memory, which runners share: as it was in this ``state``."""
+
+    tensor: Tensor
+    state: State
+
+
+_copied_as = attrgetter("state")
+Kept = dict[Key, Copy]
 
 # By device: the program of the runner that was started last, and the copies that it uses.
 _kept: dict[torch.device, tuple[weakref.ref[Program], Kept]] = {}
 # What runners stream, by the parameter that it is a copy of, which they keep alive.
-_pinned: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
+_pinned: weakref.WeakValueDictionary[Any, Copy] = weakref.WeakValueDictionary()
 
 
 class Copies:
@@ -40,27 +51,31 @@ class Copies:
     """
 
     def __init__(self) -> None:
-        self.made: dict[Key, Tensor] = {}
-        # What is copied, and as it was then; lists, as every call compares them and a GPU waits.
+        self.made: dict[Key, Copy] = {}
+        # What is copied, and as this runner saw it last; lists, as every call compares them and a
+        # GPU waits.
         self._values: list[Tensor] = []
         self._states: list[State] = []
 
-    def add(self, key: Key, value: Tensor, state: State, copy: Tensor) -> None:
-        """``copy`` was made of ``value`` when that was in this state."""
+    def add(self, key: Key, value: Tensor, copy: Copy) -> None:
+        """``copy`` was made of ``value``."""
         self.made[key] = copy
         self._values.append(value)
-        self._states.append(state)
+        self._states.append(copy.state)
 
     def refresh(self) -> bool:
-        """Copy what was written since again, on the calling thread's stream; whether any was."""
+        """Copy what was written since again, on the calling thread's stream; whether any was.
+
+        Another runner may have copied it: that counts as written too.
+        """
         now = states_of(self._values)
-        if now == self._states:
+        if now == self._states and now == [*map(_copied_as, self.made.values())]:
             return False
-        each = zip(self.made.values(), self._values, now, self._states, strict=True)
         with torch.inference_mode():  # in which copies may have been made
-            for copy, value, state, known in each:
-                if state != known:
-                    copy.copy_(value.detach())
+            for copy, value, state in zip(self.made.values(), self._values, now, strict=True):
+                if copy.state != state:
+                    copy.tensor.copy_(value.detach())
+                    copy.state = state
         self._states = now
         return True
 
@@ -69,14 +84,13 @@ class Copies:
 
         So a device holds no more than this runner needs, and nothing when the program is gone.
         """
-        states = dict(zip(self.made, self._states, strict=True))
         for device in {device for device, _ in self.made}:
-            mine = {key: (states[key], x) for key, x in self.made.items() if key[0] == device}
+            mine = {key: copy for key, copy in self.made.items() if key[0] == device}
             _remember(device, program, mine)
 
 
-def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
-    """Parameter ``p`` in the memory of ``device``, not to be written there, and of which state.
+def on(device: torch.device, program: Program, p: int) -> Copy:
+    """Parameter ``p`` in the memory of ``device``, not to be written there.
 
     The copy that the runner before used, unless the parameter was written since (which a write
     through ``parameter.data`` does not show).
@@ -85,13 +99,13 @@ def on(device: torch.device, program: Program, p: int) -> tuple[State, Tensor]:
     state = state_of(value)
     entry = _kept.get(device)
     if entry is not None and entry[0]() is program:
-        known, copy = entry[1].get((device, p), (None, None))
-        if copy is not None and known == state:
-            return state, copy
-    return state, value.to(device)
+        copy = entry[1].get((device, p))
+        if copy is not None and copy.state == state:
+            return copy
+    return Copy(value.to(device), state)
 
 
-def pinned(program: Program, p: int) -> Tensor:
+def pinned(program: Program, p: int) -> Copy:
     """Parameter ``p`` in page-locked host memory: one copy for all runners that stream it.
 
     Raises:
@@ -100,12 +114,11 @@ def pinned(program: Program, p: int) -> Tensor:
     value = program.params[p].detach()
     copy = _pinned.get(view_of(value))
     if copy is None:
-        copy = torch.empty_like(value, device=torch.device("cpu"), pin_memory=True)
-        _pinned[view_of(value)] = copy
-    else:
-        copy._fix_weakref()  # type: ignore[attr-defined]  # as PyTorch asks after a weak reference
+        empty = torch.empty_like(value, device=torch.device("cpu"), pin_memory=True)
+        copy = _pinned[view_of(value)] = Copy(empty, state_of(value))
     with torch.inference_mode():  # in which it may have been made
-        copy.copy_(value)
+        copy.tensor.copy_(value)
+    copy.state = state_of(value)
     return copy
 
 

@@ -52,10 +52,16 @@ class Forward:
 
         Raises:
             ExportError: the plan does not know the modules of its operators, or has phases, pieces,
-                or groups of devices.
+                groups of devices, or weights that stay in host memory.
         """
         require_one_phase(plan)
         require_whole(plan)
+        used = [d for d in plan.cluster.devices if d.name in plan.devices_in_use]
+        if streaming := next((d.name for d in used if d.streams), None):
+            raise ExportError(
+                f"{streaming!r} computes with weights that stay in host memory, which this format "
+                "cannot say: export with --to csv, or plan for devices that do not stream"
+            )
         group = next((d.name for d in plan.cluster.devices if d.members and not groups), None)
         if group in plan.devices_in_use:
             raise ExportError(
@@ -459,13 +465,20 @@ def members_of(plan: Plan, parts: Sequence[Part], consumer: str) -> list[tuple[s
     return members
 
 
-def require_torch_devices(plan: Plan, used: Iterable[str]) -> None:
-    """Check that torch knows the devices in use.
+def require_torch_devices(plan: Plan, used: Iterable[str], *, as_ranks: bool = False) -> None:
+    """Check that torch knows the devices in use; ``as_ranks``: and sends tensors between them.
 
     Raises:
-        ExportError: one is neither CPU cores nor a GPU ``cuda:N``.
+        ExportError: one is neither CPU cores nor a GPU ``cuda:N``; or ranks are of both kinds.
     """
     kinds = {d.name: d.kind for d in plan.cluster.devices}
+    each = {kinds[name]: name for name in used}
+    if as_ranks and {"cpu", "cuda"} <= each.keys():
+        raise ExportError(
+            f"ranks of torch.distributed send over Gloo (CPU cores, {each['cpu']!r}) or over NCCL "
+            f"(GPUs, {each['cuda']!r}), and not from one to the other: plan for devices of one "
+            "kind, or export with --to huggingface"
+        )
     for name in sorted(set(used)):
         if kinds[name] != "cpu" and (kinds[name] != "cuda" or gpu_number(name) is None):
             raise ExportError(

@@ -33,7 +33,7 @@ class Dtensor:
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         require_one_phase(plan)
         ranks = _ranks(plan)
-        require_torch_devices(plan, ranks)
+        require_torch_devices(plan, ranks, as_ranks=True)
         styles = dict(sorted(_styles(plan).items()))
         if not styles:
             raise ExportError(
@@ -150,6 +150,8 @@ def _style(plan: Plan, op: str, cut: CutInfo, params: Mapping[str, str]) -> str 
             f"operator {op!r} has its parameters in pieces ({', '.join(sorted(own))}), and PyTorch "
             "has styles for columns of linear layers and embeddings and for rows of linear layers"
         )
+    if len(cut.bounds) < 2:
+        raise ExportError(f"the plan does not say where the pieces of operator {op!r} begin")
     size, k = cut.bounds[-1], len(cut.bounds) - 1
     even = [min(size, i * ceil(size / k)) for i in range(k + 1)]
     if list(cut.bounds) != even:

@@ -28,7 +28,8 @@ class Ktransformers:
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan, problem)
         experts: Any = plan.provenance.profile.get("num_experts")
-        if not isinstance(experts, list) or not any(experts):
+        are_counts = isinstance(experts, list) and {*map(type, experts)} == {int}
+        if not are_counts or len(experts) != len(forward.name) or not any(experts):
             raise ExportError(
                 "KTransformers places experts: plan the config.json or GGUF file of a model that "
                 "has some"

@@ -38,7 +38,7 @@ class TorchPipelining:
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         forward = Forward.of(plan, problem)
-        require_torch_devices(plan, forward.device)
+        require_torch_devices(plan, forward.device, as_ranks=True)
         last_input, leaves = _ends(forward)
         begins = {i: x for i, x in _beginnings(forward.module).items() if last_input < i <= leaves}
         starts = [0, *sorted(begins)]

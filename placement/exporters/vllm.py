@@ -49,7 +49,7 @@ class Vllm:
         kinds = {d.name: d.kind for d in plan.cluster.devices}
         left = [i for i, d in enumerate(forward.device) if kinds[d] == "cpu"]
         sizes: Any = plan.provenance.profile.get("weights_bytes")
-        if offloads := isinstance(sizes, list) and 0 < len(left) < len(unit):
+        if offloads := _are_sizes(sizes, len(unit)) and 0 < len(left) < len(unit):
             on = dict(zip(forward.name, _gpus(forward.device, left), strict=True))
             forward = Forward.of(moved(plan, on), problem, groups=True)
             left = [
@@ -77,6 +77,7 @@ class Vllm:
         if offloads and left:
             ranks = [range(part.first, part.last + 1) for part in parts]
             most = max(sum(sizes[i] for i in left if unit[i] in rank) for rank in ranks)
+            most /= len(groups[0])  # vLLM asks what each GPU offloads
             options += f" --cpu-offload-gb {ceil(most / 2**30 * 100) / 100:g}"
             last = {forward.name[i].rpartition(".")[2].partition("#")[0] for i in left}
             if len(last) == 1 and (word := last.pop()) in _SEGMENTS:
@@ -89,6 +90,11 @@ class Vllm:
             )
         note += "; the last rank has a copy of the tied embedding" * (tied and len(parts) > 1)
         return Exported(files, note, _bench(plan, [x for x in lines if x[0] != "#"], options))
+
+
+def _are_sizes(sizes: Any, count: int) -> bool:
+    """Whether what a plan's file says are so many numbers of bytes."""
+    return isinstance(sizes, list) and [*map(type, sizes)] == [int] * count
 
 
 def _gpus(devices: Sequence[str], left: Sequence[int]) -> tuple[str, ...]:

@@ -196,7 +196,8 @@ class _Model:
         if not isinstance(name, str):
             raise FormatError(f"{path}: the GGUF header names no general.architecture")
         self.name = name
-        self.num_layers = self._number("block_count", 1, MOST.layers)
+        blocks = self._number("block_count", 1, MOST.layers)
+        self.num_layers = blocks - self._optional("nextn_predict_layers", 0, low=0)
         self.hidden = self._number("embedding_length", 1)
         self.layers: list[list[Tensor]] = [[] for _ in range(self.num_layers)]
         self.before: list[Tensor] = []
@@ -205,12 +206,14 @@ class _Model:
             block = re.match(r"blk\.(\d{1,6})\.", tensor.name)
             if block and int(block[1]) < self.num_layers:
                 self.layers[int(block[1])].append(tensor)
+            elif block and int(block[1]) < blocks:
+                continue  # it guesses further tokens, beside the passes that are predicted here
             elif tensor.name.startswith("output"):
                 self.behind.append(tensor)
             else:
                 self.before.append(tensor)
         table = next((t for t in self.before if t.name == "token_embd.weight"), None)
-        empty = [i for i, tensors in enumerate(self.layers) if not tensors]
+        empty = [i for i, tensors in enumerate(self.layers or [[]]) if not tensors]
         if (
             table is None
             or len(table.dims) != 2
@@ -238,8 +241,8 @@ class _Model:
             )
         return value
 
-    def _optional(self, key: str, default: int, layer: int = 0) -> int:
-        return default if self._value(key, layer) is None else self._number(key, 1, layer=layer)
+    def _optional(self, key: str, default: int, layer: int = 0, low: int = 1) -> int:
+        return default if self._value(key, layer) is None else self._number(key, low, layer=layer)
 
     def decoder(self, name: str) -> Decoder:
         parts = tuple(self._parts())
@@ -290,7 +293,9 @@ class _Model:
     def _attention(self, i: int, tensors: list[Tensor]) -> tuple[int, float, int, int]:
         """Bytes that are kept of a token, at 2 a number; ``width``, ``heads``, ``kv_heads``."""
         names = {t.name.partition(".attn_")[2] for t in tensors}
-        if not any(x.startswith(("k.", "qkv.", "kv_a_mqa.", "k_b.")) for x in names):
+        linear = any(".ssm_" in t.name for t in tensors)  # whose own input is called qkv too
+        keys = "k.", "kv_a_mqa.", "k_b.", "k." if linear else "qkv."
+        if not any(x.startswith(keys) for x in names):
             return 0, 0.0, 0, 0
         heads = self._number("attention.head_count", 1, layer=i)
         size = self.hidden // heads
@@ -301,7 +306,13 @@ class _Model:
         kv_heads = self._optional("attention.head_count_kv", heads, i)
         key = self._optional("attention.key_length", size)
         value = self._optional("attention.value_length", key)
-        return 2 * kv_heads * (key + value), heads * (key + value) / 2, heads, kv_heads
+        if self._window(i) is not None:  # whose heads may be smaller
+            key = self._optional("attention.key_length_swa", key)
+            value = self._optional("attention.value_length_swa", value)
+        # The last layers may read what an earlier one keeps.
+        own = self.num_layers - self._optional("attention.shared_kv_layers", 0, low=0)
+        kept = 2 * kv_heads * (key + value) if i < own else 0
+        return kept, heads * (key + value) / 2, heads, kv_heads
 
     def _state_bytes(self, i: int) -> int:
         """Of a sequence in a layer that is recurrent (Mamba, linear attention), 4 a number."""
@@ -318,7 +329,8 @@ class _Model:
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             return None
         pattern = self._value("attention.sliding_window_pattern", i)
-        if isinstance(pattern, bool):
+        is_list = isinstance(self.values.get(f"{self.name}.attention.sliding_window_pattern"), list)
+        if isinstance(pattern, bool) or (is_list and pattern is not None):
             return window if pattern else None
         every = _GLOBAL_EVERY.get(self.name)
         if isinstance(pattern, int) and pattern > 0:

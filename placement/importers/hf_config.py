@@ -33,7 +33,8 @@ _OUTER = (*_DTYPES, "quantization_config", "tie_word_embeddings")  # said of all
 # What transformers is not told: what is read here, and which code is to run.
 _HELD_BACK = re.compile("model_type|quantization_config|auto_map|(torch_)?dtype|.*_implementation")
 _SAME = {"kimi_k2": "deepseek_v3"}  # a name of its own for a type of transformers
-_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers")  # names of lists
+# Names of lists.
+_ALONE = ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules")
 # Names of how many experts a token is routed to.
 _CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k", "top_k_experts")
 _NUMBER = ("layer_idx", "layer_id", "layer_number")  # names of which layer a module is in
@@ -413,7 +414,9 @@ class _Weights:
             group = known.get("group_size")
             group = default if group is None else group
             group = whole(group, f"{where}: group_size", -1, MOST.quantized)
-            return bits + (16 + bits) / group if group > 0 else float(bits)
+            # A scale, and where numbers are whole a zero point; of small floats a scale of 8 bits.
+            beside = 8 if known.get("type") == "float" else 16 + bits
+            return bits + beside / group if group > 0 else float(bits)
         if method == "bitsandbytes" and known.get("load_in_4bit") is True:
             return 4.5  # and a scale of 32 bits for each 64 numbers
         if method == "modelopt":

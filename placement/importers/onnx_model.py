@@ -24,6 +24,7 @@ from placement.importers._onnx_sizes import (
 )
 from placement.importers._read import FormatError, equal_devices, problem_of, stem, topological
 from placement.problem import Problem
+from placement.tools.limits import MOST
 from placement.tools.ownership import needing
 
 RATES = {"flops": 14e12, "memory_bandwidth": 900e9}
@@ -147,9 +148,31 @@ def _readable(content: bytes, path: str, dims: Mapping[str, int]) -> Any:
                 for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data"):
                     weight.ClearField(field)
     try:
+        if _num_inlined(model) > MOST.nodes:
+            raise FormatError(f"{path}: its functions call each other: over {MOST.nodes:,} nodes")
         return inliner.inline_local_functions(model) if model.functions else model
+    except FormatError:
+        raise
     except Exception as error:
         raise FormatError(f"{path}: its functions cannot be inlined: {error}") from error
+
+
+def _num_inlined(model: Any) -> int:
+    """Nodes once functions are in the place of what calls them; no further than ``MOST.nodes``."""
+    bodies = {(f.domain, f.name): f for f in model.functions}
+    known: dict[tuple[str, str], int] = {}
+
+    def size(graph: Any) -> int:
+        return sum(size_of(node) for inner in graphs(graph) for node in inner.node)
+
+    def size_of(node: Any) -> int:
+        key = node.domain, node.op_type
+        if key in bodies and key not in known:
+            known[key] = 0  # calls in a circle are the inliner's to refuse
+            known[key] = min(size(bodies[key]), MOST.nodes + 1)
+        return known.get(key, 1)
+
+    return size(model.graph)
 
 
 def _not_text(message: Any) -> Iterator[bytes]:

@@ -57,6 +57,13 @@ def _read(path: str | Path) -> dict[tuple[int, int], float]:
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: cannot be read: {error}") from error
     rows = csv.DictReader(text.splitlines())
+    try:
+        return _counts(rows, path)
+    except csv.Error as error:
+        raise FormatError(f"{path}: not a CSV file: {error}") from error
+
+
+def _counts(rows: csv.DictReader[str], path: str | Path) -> dict[tuple[int, int], float]:
     if missing := [name for name in COLUMNS if name not in (rows.fieldnames or ())]:
         raise FormatError(
             f"{path}: no column {missing[0]!r}: the first line must name {', '.join(COLUMNS)}"

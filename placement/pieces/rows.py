@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from placement.graph import OpGraph
 from placement.pieces.split import ONE, Pieces, PiecesError, _Cutter, check_can_be_cut
-from placement.program import Param, Program, Ref, Step, mapped, run_program
+from placement.program import Param, Program, Ref, Step, mapped, run_program, split_inputs
 
 Counts = Mapping[str, NDArray[np.number[Any]]]
 _aten = torch.ops.aten
@@ -61,6 +61,10 @@ def cold_rows(
     if ids.device.type == "cpu":
         from placement.pieces.lookups import keep  # compiled, so later
 
+        if count and not 0 <= (ends := flat.aminmax()).min <= ends.max < len(cold):
+            raise IndexError(
+                f"row {int(ends.min)} or {int(ends.max)} of {len(cold)} does not exist"
+            )
         # One more than there are: what is not kept is written over.
         flat, kept, begins = flat.contiguous(), flat.new_empty(count + 1), begins.contiguous()
         kept_begins = torch.empty_like(begins)
@@ -97,7 +101,7 @@ def row_counts(graph: OpGraph, batches: Iterable[Any]) -> dict[str, NDArray[np.i
 
     Raises:
         PiecesError: a training step, or no program.
-        InputError: inputs of another form.
+        InputError, CaptureError: inputs of another form.
     """
     check_can_be_cut(graph)
     program: Program = graph.program
@@ -114,7 +118,8 @@ def row_counts(graph: OpGraph, batches: Iterable[Any]) -> dict[str, NDArray[np.i
                 own += np.bincount(value.flatten().numpy(force=True), minlength=len(own))
 
     for batch in batches:
-        values = program.flatten_inputs(batch)
+        given = split_inputs(tuple(batch) if isinstance(batch, list) else batch)
+        values = program.flatten_inputs(*given)
         for tensor, value in zip(program.input_tensors, values, strict=True):
             count(tensor, value)
         run_program(program, values, count)

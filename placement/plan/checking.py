@@ -6,7 +6,7 @@ another program, may say anything that the schema lets pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, pairwise
 from math import isclose
 
@@ -57,7 +57,7 @@ def _of_names(plan: Content) -> Iterator[str]:
             f"{'' if plan.pieces else 'no '}pieces it is {expected}"
         )
     if plan.pieces is not None:
-        yield from _of_pieces(plan.pieces)
+        yield from _of_pieces(plan.pieces, plan.assignment)
     for key, named in (
         ("device_map", plan.device_map.values()),
         ("order", plan.order or ()),
@@ -67,11 +67,13 @@ def _of_names(plan: Content) -> Iterator[str]:
             yield f"{key}: no device {device!r}, there are {devices}"
 
 
-def _of_pieces(pieces: PiecesInfo) -> Iterator[str]:
-    """Shares that are no whole, pieces that overlap or leave something out."""
+def _of_pieces(pieces: PiecesInfo, assignment: Mapping[str, str]) -> Iterator[str]:
+    """Shares that are no whole, pieces that overlap or leave something out, or are nowhere."""
     if not isclose(sum(pieces.shares), 1.0, rel_tol=ROUNDING):
         yield f"pieces.shares add up to {sum(pieces.shares):g} instead of 1"
     for op, cut in pieces.operators.items():
+        if missing := [i for i in range(len(pieces.shares)) if f"{op}#{i}" not in assignment]:
+            yield f"pieces.operators[{op!r}]: the assignment has no operator '{op}#{missing[0]}'"
         if not any(isinstance(c, int) for c in (*cut.inputs, *cut.outputs)):
             continue  # of summands each piece has the whole
         rises = all(a < b for a, b in pairwise(cut.bounds))

@@ -117,6 +117,8 @@ def _orders(planner: CpSat, search: Search) -> Solution:
     place = search.best[problem.graph.group]
     tables, state = tables_of(problem), state_of(problem, 1)
     rng, grain = np.random.default_rng(planner.seed), grain_s(problem)
+    if search.best_cost <= 0.0:  # nothing is less, and times are counted in parts of it
+        return search.solution(0.0, solved="latency", closed=True)
     start(tables, state, place, sequence_of(problem, place, search.schedule), rng)
     bound_s = lower_bound(problem)
     try:

@@ -125,7 +125,8 @@ def unrolled(problem: Problem, count: int) -> Problem:
         predicted=None,
         graph_fingerprint="",
     )
-    return replace(problem, graph=graph, profile=profile, max_phases=1)
+    # A load is of one micro-batch.
+    return replace(problem, graph=graph, profile=profile, max_phases=1, num_microbatches=1)
 
 
 def _taking_turns(problem: Problem, choice: Ints) -> Ints:

@@ -65,18 +65,21 @@ class Residence:
 
     Attributes:
         way: ``greedy`` or ``exact``.
-        seconds: of the program.
+        seconds: budget; None: 10 of the program.
+        evaluations: budget, of which a program counts as none.
     """
 
     way: Literal["greedy", "exact"] = "greedy"
-    seconds: float = 10.0
+    seconds: float | None = None
+    evaluations: int | None = None
     among: ClassVar[Among] = Among(quick=True, several=True)
 
     def __call__(self, problem: Problem) -> Solution:
-        search = Search(problem)
+        search = Search(problem, self.seconds, self.evaluations)
         able = np.flatnonzero(np.isfinite(problem.group_compute_s).all(axis=0))
         for d in able if len(able) else np.array([0]):
-            search.cost(np.full(problem.graph.num_groups, d, np.int32))
+            if search.left:
+                search.cost(np.full(problem.graph.num_groups, d, np.int32))
         bound = lower_bound(problem)
         if self.way == "exact":
             return search.solution(max(bound, self._exact(search)), way=self.way)
@@ -84,6 +87,8 @@ class Residence:
         units = [each, layer_units(problem)] if problem.cluster.streaming else []
         rules = product((True, False), PARAMS.prices, PARAMS.filled)
         for unit, (spread, price, filled) in ((u, rule) for rule in rules for u in units):
+            if not search.left:
+                break
             count = int(unit.max()) + 1
             turn = np.arange(count)
             turn = np.argsort(turn * PARAMS.golden % 1.0) if spread else turn
@@ -101,8 +106,8 @@ class Residence:
         else:
             placed = streaming_program(problem)
             program, on, unit_s = placed.program, placed.on, placed.unit_s
-        least = program.whole(on, self.seconds)
-        if program.answer is not None:
+        least = program.whole(on, 10.0 if self.seconds is None else self.seconds)
+        if program.answer is not None and search.left:
             search.cost(program.answer[on].argmax(axis=1).astype(np.int32))
         return least * unit_s * EXACT if problem.objective is Objective.LATENCY else 0.0
 

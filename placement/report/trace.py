@@ -11,6 +11,7 @@ import numpy as np
 
 from placement.timeline import Timeline, TimelineError
 from placement.tools.files import parse_json, read_text, write_atomic
+from placement.tools.limits import MOST
 
 
 def write_trace(
@@ -59,6 +60,8 @@ def _timeline(events: list[dict[str, Any]]) -> Timeline:
     # Devices come first; then a track "a -> b" per pair of devices that talk, then the loader.
     others = {e["tid"] for e in slices if "operator" not in e["args"]}
     devices = [name for tid, name in sorted(tracks.items()) if tid < min(others, default=np.inf)]
+    if len(devices) > MOST.joined:
+        raise ValueError(f"{len(devices)} devices, at most {MOST.joined} are read")
     pairs = {f"{a} -> {b}": (i, j) for i, a in enumerate(devices) for j, b in enumerate(devices)}
     batch = np.array([e["args"]["micro_batch"] for e in ran], np.int64)
     op = np.array([e["args"]["operator"] for e in ran], np.int64)

@@ -67,7 +67,7 @@ class TorchCompiled:
     replays: bool
     _call: Callable[..., Any]
     _module: Any
-    _frozen_as: list[Any]  # states of the parameters whose values are compiled in
+    _frozen_as: list[Any]  # states of what has values that are compiled in
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -76,7 +76,7 @@ class TorchCompiled:
         from placement.executor.weights import states_of
 
         call = self._call
-        if self._frozen_as and states_of([*self._module.parameters()]) != self._frozen_as:
+        if self._frozen_as and states_of(_state(self._module)) != self._frozen_as:
             call = self._module  # which knows what was written since
         with torch.no_grad():
             if not self.replays:
@@ -131,7 +131,7 @@ def torch_compiled(
         if wrong := equality.difference(outputs, expected, tolerance):
             say(f"{name} is left out: {wrong}")
             continue
-        states = states_of([*module.parameters()]) if frozen else []
+        states = states_of(_state(module)) if frozen else []
         what = f"{name} ({seconds(took_s)} of compiling)"
         made.append(TorchCompiled(what, took_s, on_gpu, call, module, states))
     took = {id(one): float("inf") for one in made}
@@ -139,6 +139,11 @@ def torch_compiled(
         for one in made:
             took[id(one)] = min(took[id(one)], timed(partial(one, *args, **kwargs)))
     return min(made, key=lambda one: took[id(one)], default=None)
+
+
+def _state(module: Any) -> list[Any]:
+    """Freezing compiles buffers in too."""
+    return [*module.parameters(), *module.buffers()]
 
 
 def first_difference(runner: Runner, inputs: Any) -> str:

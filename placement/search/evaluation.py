@@ -461,6 +461,8 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     by_device = [problem.compute_s, problem.loaded_s, problem.memory_bytes, kinds]
     if problem.profile.io_s is not None:
         by_device.append(problem.profile.io_s)
+    if problem.profile.library_bytes is not None and not problem.objective.is_analytic:
+        by_device.append(problem.profile.library_bytes)
     if problem.cluster.streaming:  # each goes with the one that runs what is placed there
         shared = np.bincount(problem.worker, minlength=count)[problem.worker] > 1
         by_device.append(np.where(shared, np.arange(count), -1))

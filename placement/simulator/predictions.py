@@ -88,7 +88,8 @@ def _run(problem: Problem, placement: Placement, run: kernels.State) -> Timeline
         order = run.order, run.order_ptr
         count = 1 if run.alone else m
         more = len(run.transfers), phases, copied
-        return _run(problem, placement, kernels.state_of(problem, count, count, True, order, *more))
+        again = kernels.state_of(problem, count, run.window, True, order, *more)
+        return _run(problem, placement, again)
     return timeline_of(
         problem,
         placement,

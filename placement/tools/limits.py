@@ -32,6 +32,8 @@ class Limits(NamedTuple):
     times: int = 2**23  # in a file: of tensors between devices, or of operators on them
     joined: int = 512  # devices of a file whose every pair is a link of its own
 
+    nodes: int = 2**20  # of an ONNX model, once what its functions call is in their places
+
     # Language models.
     layers: int = 4096  # and other parts of which each is an object
     run_layers: int = 1024  # of a config.json: a token runs through each unlike one, 3 ms

@@ -512,6 +512,10 @@ def test_of_a_generator_the_table_is_written_and_no_plans(run, tmp_path, monkeyp
         ("training.gamma=0.9", "gamma = 0.9 would count for nothing: agents.dispatch.train:Group"),
         ("training.network.hidden=64", "DispatchNet has no 'hidden'"),
         ("evaluator=real", "evaluator = real is unknown; use simulator or measured"),
+        (
+            "measurements=9",
+            "measurements = 9 counts runs, and the simulator makes none: evaluator=",
+        ),
         ("evaluator=measured", "sample-0 must be a model on devices of this machine"),
         ("+training.algorithm_options.episods=4", "no 'episods' (algorithm_options); did you mean"),
     ],
@@ -535,6 +539,24 @@ def test_an_interrupted_training_says_how_it_goes_on(run, tmp_path, monkeypatch)
     (tmp_path / "out" / "checkpoint.pt").touch()
     assert "nothing to resume" not in run("train", *words, "resume=true", code=130).err
     assert "holds a training, which this one would replace" in run("train", *words, code=2).err
+
+
+def test_a_training_that_begins_anew_is_tracked_from_its_first_row(run, tmp_path, monkeypatch):
+    """Who deletes a checkpoint, as messages advise, and resumes nothing: old rows count no more."""
+
+    def trained(*_: Any, callback: Any, **__: Any) -> None:
+        callback({"steps": 5.0, "greedy_speedup": 1.5, "best_speedup": 2.0})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("agents.training.train", trained)
+    words = ("workload=[]", "synthetic=[giph]", "tracker=local", "hydra.run.dir=out")
+    for checkpoint in (False, False, True):  # the third goes on, and its row is known
+        if checkpoint:
+            (tmp_path / "out" / "checkpoint.pt").touch()
+        run("train", *words, "resume=true", code=130)
+        tracked = (tmp_path / "out" / "tracked.csv").read_text()
+        assert tracked.count("greedy_speedup,5,1.5\n") == 1
+        (tmp_path / "out" / "metrics.csv").write_text("steps\n5.0\n")
 
 
 def test_what_is_refused_leaves_no_tracked_run(run, tmp_path, monkeypatch):

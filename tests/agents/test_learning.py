@@ -278,12 +278,14 @@ def test_checkpoints_of_something_else(tmp_path: Path) -> None:
     refused("warm starts", warm=[np.zeros(9, np.int32)])
     refused("reference_s", reference_s=[1.0])
     refused("held-out problems, their warm starts", held_out=[problem])
+    refused("evaluator", evaluator=lambda _, placements: score(problem, placements))
     train([problem], config=config, out_dir=tmp_path, resume=True)  # what it began with
     # A version before this one had fewer fields.
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     fields = json.loads(state["origin"]["configuration"])
     for new in ("reward", "generator", "samples", "algorithm", "algorithm_options", "device"):
         del fields[new]
+    del state["origin"]["evaluator"], state["speedups"]
     state["origin"]["configuration"] = json.dumps(fields)
     torch.save(state, tmp_path / "checkpoint.pt")
     train([problem], config=config, out_dir=tmp_path, resume=True)
@@ -379,6 +381,19 @@ def test_the_weights_that_are_best_on_what_is_held_out_are_kept() -> None:
     speedups = [row["held_out_speedup"] for row in rows]
     assert policy.card["greedy_speedup"] == pytest.approx(max(speedups)) == pytest.approx(1.0)
     assert [p["graph"] for p in policy.card["held_out"]] == [there.graph.name]
+
+
+def test_speedups_are_told_whatever_is_paid_for() -> None:
+    """``improvement`` pays 0.5 for what is as fast as the start: no logarithm of a speed-up."""
+    here, rows, start = chain([[3, 1]] * 4), list[Row](), load("single_device")
+    config = TrainConfig(total_steps=64, num_envs=4, reward="envs.rewards:improvement")
+    begin = {"config": config, "callback": rows.append}
+    policy = train([here], **begin, baseline=start, held_out=[here])
+    assert rows[0]["held_out_speedup"] == pytest.approx(1.0)  # the start itself
+    assert policy.card["greedy_speedup"] == pytest.approx(max(r["held_out_speedup"] for r in rows))
+    # A start that was never seen is not shown when the policy is used.
+    assert not policy.card["config"]["cold"]
+    assert train([here], config=config).card["config"]["cold"]
 
 
 def test_solutions_are_kept_and_reused(tmp_path: Path) -> None:

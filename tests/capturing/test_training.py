@@ -454,6 +454,36 @@ def test_failures_leave_the_module_as_after_the_last_step():
     assert_equal_states(module, plain)
 
 
+class FailsOnce(torch.optim.SGD):
+    left = 0
+
+    def step(self, closure=None):
+        if FailsOnce.left:
+            FailsOnce.left -= 1
+            raise ArithmeticError("of the optimizer")
+        return super().step(closure)
+
+
+def test_an_update_that_fails_forgets_the_gradients(monkeypatch):
+    """Which a device had divided already; and a closed trainer begins nothing."""
+    module, plain, _, _, batches, graph = beside_plain(4)
+    mine, expected = (FailsOnce(m.parameters(), lr=0.1) for m in (module, plain))
+    with Trainer(graph, TWO, np.zeros(graph.num_ops), mine) as trainer:
+        buffers = {k: v.clone() for k, v in module.named_buffers()}
+        monkeypatch.setattr(FailsOnce, "left", 1)
+        with pytest.raises(ArithmeticError, match="of the optimizer"):
+            trainer.step(batches[:2])
+        for key, value in module.named_buffers():
+            value.copy_(buffers[key])
+        trainer.step(batches[2:])
+        plain_step(plain, expected, batches[2:])
+        assert_equal_states(module, plain)
+        trainer.accumulate(batches[:1])
+    with pytest.raises(RunnerError, match="the runner is closed"):
+        trainer.update()
+    assert trainer.runner.workers == []
+
+
 # ---------------------------------------------------------------- the rest of the house
 
 
@@ -640,6 +670,27 @@ def test_an_optimizer_keeps_its_attributes_and_its_scheduler_sees_its_steps(recw
     assert_equal_states(module, plain)
 
 
+class Slower(torch.optim.SGD):
+    """The k-th step is a k-th as long; k is a setting of a group."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for x in (x for x in group["params"] if x.grad is not None):
+                x.data.sub_(x.grad, alpha=group["lr"] / group["k"])
+
+
+def test_an_optimizer_may_count_in_its_groups():
+    module, plain, _, _, batches, graph = beside_plain(4)
+    mine, expected = (Slower(m.parameters(), lr=0.1) for m in (module, plain))
+    with Trainer(graph, TWO, random_placement(graph, 0, 2), mine) as trainer:
+        for batch in batches:
+            trainer.step([batch])
+            plain_step(plain, expected, [batch])
+        assert mine.param_groups[0]["k"] == expected.param_groups[0]["k"] == 4
+    assert_equal_states(module, plain)
+
+
 def test_what_is_done_to_gradients_before_the_update_counts():
     module, plain, optimizer, expected, batches, graph = beside_plain(8, "adamw")
     clip = partial(nn.utils.clip_grad_norm_, max_norm=1e-2)
@@ -655,10 +706,12 @@ def test_what_is_done_to_gradients_before_the_update_counts():
             plain_step(plain, expected, batches[i : i + 4])
             torch.testing.assert_close(norm, norms[-1])
         assert_equal_states(module, plain)
-        trainer.accumulate(batches[:1])
-        optimizer.zero_grad()
-        with pytest.raises(RunnerError, match="there are no gradients"):
-            trainer.update()
+        for to_none in (True, False):
+            trainer.accumulate(batches[:1])
+            optimizer.zero_grad(set_to_none=to_none)
+            with pytest.raises(RunnerError, match="there are no gradients"):
+                trainer.update()
+            optimizer.zero_grad()
         trainer.accumulate(batches[:2])
         of_two = trainer.gradients()
         for x in module.parameters():
@@ -686,7 +739,12 @@ def test_what_a_step_cannot_follow_is_refused():
         Trainer(graph, TWO, place, optimizer)
     del optimizer.inner
     param = graph.program.params[graph.program.gradients[0][0]]
+    param.requires_grad_(False)  # since the capture
     with Trainer(graph, TWO, place, optimizer) as trainer:
+        with pytest.raises(RunnerError, match="has requires_grad=False now, but the step was"):
+            trainer.step(batches)
+        param.requires_grad_(True)
+        trainer.step(batches)
         param.requires_grad_(False)
         with pytest.raises(RunnerError, match="has requires_grad=False now, but the step was"):
             trainer.step(batches)

@@ -334,6 +334,9 @@ def test_ctrl_c_leaves_what_is_finished(data, tmp_path, says, monkeypatch):
     assert rows == json.loads(Path(out).read_text())["rows"] and len(rows) == 8
     other = ["stg", "--data", str(data), "--planner", "m_topo", "--out", out]
     assert "cannot be continued" in says.refused(["bench", *other])
+    saved = json.loads(Path(out).read_text())  # as by weights, or code, that changed since
+    written(Path(out), json.dumps(saved | {"digest": "another"}))
+    assert "another suite, planner, weights, options or" in says.refused(["bench", *argv[1:]])
 
 
 def test_errors_say_what_to_do(data: Path, says: Any, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Costs of compiled runs: what shares a kernel, where parts end, what seconds become."""
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -141,6 +142,28 @@ def test_pieces_are_fused_and_measured_apart(monkeypatch: pytest.MonkeyPatch) ->
     own = [at[f"{x}#1"] for x in ("linear", "gelu", "tanh")]
     np.testing.assert_allclose(got.loaded_s[own].sum(axis=0), [2e-3, 3e-3], rtol=0.5)
     np.testing.assert_allclose(got.compute_s, got.loaded_s / 2)  # as operators alone
+
+
+def test_costs_that_cannot_be_kept_or_are_damaged_are_measured_again(tmp_path, monkeypatch):
+    graph, calls = net(), list[int]()
+    seconds = np.full((graph.num_ops, 2), 1e-5)
+    profile = Profile(TWO.device_names, seconds, 0 * seconds)
+
+    def measured(graph: OpGraph, *_: Any, **__: Any) -> Profile:
+        calls.append(1)
+        packed = [0] * len(graph.param_bytes)
+        facts = {"groups": graph.group.tolist(), "packed": packed, "runs": 1}
+        return replace(profile, provenance=facts)
+
+    monkeypatch.setattr(fused_module, "measure_compiled", measured)
+    with pytest.warns(UserWarning, match="the profile is not saved"):
+        load_or_measure_compiled(graph, TWO, profile, folder=os.devnull)
+    for num_measured, damaged in ((2, False), (2, True), (3, False)):
+        load_or_measure_compiled(graph, TWO, profile, folder=tmp_path)
+        assert len(calls) == num_measured
+        (kept,) = tmp_path.rglob("*-compiled.npz")
+        if damaged:
+            kept.write_bytes(kept.read_bytes()[:100])
 
 
 @pytest.mark.usefixtures("compiler")

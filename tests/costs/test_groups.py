@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from placement.exporters import ExportError
 from placement.exporters import load as load_exporter
 from placement.plan import load_plan, make_plan
 from placement.planners import load
-from placement.problem import Problem
+from placement.problem import Problem, Solution
 from tests.problems import written as text_file
 from tests.served import LLAMA, MIXTRAL, decoder, written
 
@@ -220,6 +222,16 @@ def test_exports() -> None:
     assert (titan["tensor_parallel_degree"], titan["pipeline_parallel_degree"]) == (2, 2)
     with pytest.raises(ExportError, match=r"'cuda:0..cuda:1' is a group of devices"):
         load_exporter("huggingface")(plan)
+    # A layer on the processor: each GPU of the group offloads half of it.
+    host = Device("cpu:0", like="amd/epyc-7763", memory_bytes=40 * 10**9)
+    mixed = grouped(replace(small, devices=(*small.devices[:2], host)), [(0, 1), (2,)])
+    both = serving_problem(decoder(SMALL), mixed, asked)
+    on = (both.graph.group == both.graph.group[3]).astype(np.int32)
+    plan = make_plan(both, Solution(on, 1.0), planner="by hand")
+    half = np.array(plan.provenance.profile["weights_bytes"])[on == 1].sum() / 2
+    options = str(load_exporter("vllm")(plan).files[".args"]).split()
+    assert options[:4] == ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "1"]
+    assert float(options[5]) == ceil(half / 2**30 * 100) / 100
     unequal = serving_problem(decoder(SMALL), grouped(small, [(0, 1, 2), (3,)]), asked)
     for name in ("vllm", "megatron", "torchtitan"):
         with pytest.raises(ExportError, match=r"groups of one size: .* has 3 devices, and .* 1"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,6 +139,14 @@ def test_watts_are_what_the_meters_count_while_nothing_runs_and_while_a_device_w
     assert cluster.power_source == "declared"  # one of them is
     assert replace(cluster, devices=cluster.devices[:3]).power_source == "measured"
     assert Cluster("c", devices).power_source is None
+
+
+def test_a_device_that_cannot_work_is_no_measurement() -> None:
+    threads = torch.get_num_threads()
+    with pytest.raises(PowerError, match=r"device 'cpu:0' cannot work here: .*Invalid argument"):
+        power.keep_busy(Device("cpu:0", cores=(1023,), threads=1), 0.01)
+    power.keep_busy(Device("cpu:0", threads=1), 0.01)
+    assert torch.get_num_threads() == threads
 
 
 def test_no_meter_says_what_to_do(tmp_path, says, monkeypatch) -> None:

@@ -97,6 +97,8 @@ def test_other_files_and_models(tmp_path: Path, says: Any) -> None:
     (tmp_path / "b.csv").write_text("layer,count\n0,1\n")
     wrong = "no column 'expert': the first line must name layer, expert, count"
     assert wrong in says([*argv, tmp_path / "b.csv"], BAD_INPUT).err
+    (tmp_path / "q.csv").write_text('layer,expert,count\n0,0,"' + "1" * 200_000)
+    assert "q.csv: not a CSV file: field larger" in says([*argv, tmp_path / "q.csv"], BAD_INPUT).err
     assert "none.csv: cannot be read" in says([*argv, tmp_path / "none.csv"], BAD_INPUT).err
     with pytest.raises(ValueError, match="c has no experts: leave --experts out"):
         with_counts(decoder(), counts(tmp_path))

@@ -204,9 +204,10 @@ def test_serve_is_a_prompt_and_its_answer(tmp_path: Path) -> None:
     both = terms(decoder(), devices, Serving("serve", 1000, 2, prompt=300), placement)
     assert both["prefill_s"] == value("prefill") and both["decode_s"] == value("decode")
     # A prompt goes through in pieces: the weights are read again for each.
-    short, long = (Serving("prefill", n) for n in (512, 1024))
-    times = [serving_problem(decoder(), devices, x).compute_s[2, 0] for x in (short, long)]
+    asked = [Serving("prefill", n) for n in (512, 1024, 700, 188)]
+    times = [serving_problem(decoder(), devices, x).compute_s[2, 0] for x in asked]
     assert times[1] == pytest.approx(2 * times[0])
+    assert times[2] == pytest.approx(times[0] + times[3])  # what is left over is a short piece
 
 
 def test_prompts_that_cannot_be() -> None:
@@ -288,7 +289,7 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, says: Any) -> None:
     out, stderr = says([*argv, "--out", tmp_path / "plan.json"])
     assert "for decode, a context of 512 x 1 predicted" in " ".join(out.split())
     assert "\n decode " in out and "latency" not in out and "period" not in out
-    assert f"next: placement export {tmp_path}/plan.json --to vllm --out vllm.env" in stderr
+    assert f"next: placement export {tmp_path}/plan.json --to llama_cpp --out llama.args" in stderr
     assert "KV cache" in out and "tokens/s at a context of 512 (" in out
     says([*argv, "--out", tmp_path / "b.json", "--objective", "serve"])
     out = says(["diff", tmp_path / "plan.json", tmp_path / "b.json"]).out

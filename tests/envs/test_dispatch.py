@@ -25,10 +25,10 @@ from placement.planners.order_search import turned
 from placement.planners.peft import optimistic_cost
 from placement.problem import Problem
 from placement.schedule import in_sequence
-from placement.search.evaluation import Search
+from placement.search.evaluation import INFEASIBLE, Search
 from placement.simulator import score, simulate, value_of
 from placement.workloads.synthetic import families, giph
-from tests.problems import random_problem
+from tests.problems import chain, random_problem, small_problem
 
 SEEDS = range(24)
 
@@ -182,6 +182,27 @@ def test_memory_that_binds_is_kept() -> None:
     solution = PolicyPlanner(TrainedPolicy(untrained_net(None, "dispatch")), k=2)(tight)
     assert np.isfinite(solution.value_s)
     assert solution.value_s == value_of(tight, solution)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_samples_count_in_memory_what_the_greedy_decode_had_to(seed: int) -> None:
+    tight = replace(families()["transformer_training"](seed), objective=Objective.LATENCY)
+    made = decodes._Decodes(untrained_net(None, "dispatch"), Search(tight, None, 100))
+    found = made.greedily()
+    if found.get("greedy_value_s", np.inf) < INFEASIBLE:
+        again = found["greedy_value_s"]
+        made._ways[0].construct(*made._decided_by(0, False))
+        assert decodes.evaluate(made.search, made._ways[0]) == again
+
+
+def test_an_illegal_action_ends_the_episode_though_all_groups_have_a_device() -> None:
+    """The first operator of the only group decides for all."""
+    problem = small_problem(np.ones((3, 2)), chain(3), graph={"group": [0, 0, 0]})
+    env = DispatchEnv([problem])
+    env.reset(seed=0)
+    env.step(0)
+    *_, reward, terminated, _, info = env.step(59)
+    assert terminated and reward == -5 and info["value_s"] == np.inf
 
 
 @pytest.mark.parametrize("seed, encoder", [(0, None), (1, None), (2, "sage"), (3, "gin")])

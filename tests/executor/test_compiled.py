@@ -15,6 +15,7 @@ from placement import capture
 from placement.cluster import Cluster, Device
 from placement.executor import Runner, RunnerError, compiled
 from placement.executor import runner as runner_module
+from placement.schedule import Schedule
 from placement.tools.files import FileError
 from tests.modules import module_of
 
@@ -24,7 +25,7 @@ TWO = Cluster("two", (Device("cpu:0", cores=(0,)), Device("cpu:1", cores=(0,))))
 
 def net(seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(seed)
-    layers = {"first": nn.Linear(16, 32), "second": nn.Linear(32, 4)}
+    layers = {"first": nn.Linear(16, 32), "second": nn.Linear(32, 12)}
     module = module_of(lambda m, x: m.second(torch.tanh(m.first(x))).softmax(-1), **layers)
     return module, torch.randn(8, 16)
 
@@ -103,7 +104,7 @@ def test_results_are_the_modules_and_a_written_parameter_is_seen(prefers, kind, 
             assert sum(x.stat().st_size for x in compiled.folder().glob("*.bin")) < 1000
         torch.testing.assert_close(runner(x), module(x))
         for outputs in runner.stream([x, x + 1]):
-            assert outputs.shape == (8, 4)
+            assert outputs.shape == (8, 12)
         before = runner(x)
         with torch.no_grad():
             module.first.weight.mul_(-1)
@@ -204,17 +205,90 @@ def test_a_cache_that_cannot_be_written_is_said_once(prefers, monkeypatch, capsy
 
 def test_files_that_are_damaged_are_made_again(prefers) -> None:
     calls = prefers("frozen")
-    for damage in (".so", ".json"):
-        with compiled_net():
-            pass
+    with compiled_net():
+        pass
+    for damage in (".so", ".json", ".bin"):
         for path in compiled.folder().glob(f"*-*{damage}"):
             path.unlink()  # what is loaded stays as it was
             path.write_bytes(b"")
         for path in compiled.folder().glob("*.kind"):
             assert path.read_text() == '["frozen", ""]'
+            path.write_text("null" if damage == ".bin" else '["frozen", ""]')
         calls.clear()
-    with compiled_net():
-        assert calls == [True]
+        with compiled_net() as runner:
+            # Python has loaded that extension already.
+            assert (calls, runner.num_compiled) == ([True] * (damage != ".so"), 1)
+
+
+def test_a_run_goes_on_while_another_thread_compiles(prefers, monkeypatch) -> None:
+    """``build`` puts functions of its own in the place of PyTorch's meanwhile."""
+    prefers("plain")
+    with compiled_net() as runner:
+        for name in (
+            "unsafe_alloc_void_ptrs_from_tensors",
+            "alloc_tensors_by_stealing_from_void_ptrs",
+        ):
+            monkeypatch.setattr(torch._C._aoti, name, Mock(side_effect=AssertionError))
+        module, x = net()
+        torch.testing.assert_close(runner(x), module(x))
+
+
+def test_workers_that_interpret_make_room_for_compiled_ones(prefers) -> None:
+    calls = prefers("plain")
+    module, x = net()
+    with runner_of(module, x) as runner:
+        torch.testing.assert_close(runner(x), module(x))
+        stream = runner.stream([x, x, x])
+        next(stream)
+        with pytest.raises(RunnerError, match="in use by another call"):
+            runner.compile()
+        stream.close()
+        assert calls == []
+        runner.compile()
+        torch.testing.assert_close(runner(x), module(x))
+        assert runner.num_compiled == 1
+    with pytest.raises(RunnerError, match="closed"):
+        runner.compile()
+    order = [[op, 0] for op in range(runner.graph.num_ops)]
+    ordered = Schedule((np.array(order, np.int32),), 1)
+    with (
+        runner_of(module, x, schedule=ordered) as runner,
+        pytest.raises(RunnerError, match="an order speaks of single operators"),
+    ):
+        runner.compile()
+
+
+def test_an_artefact_knows_a_parameter_from_what_is_read() -> None:
+    """Both subtract second from first, of one shape; in memory they come in another order."""
+    texts = set()
+    for forward in (lambda m, x: (m.w - x).exp(), lambda m, x: (x - m.w).exp()):
+        module = module_of(forward, w=nn.Parameter(torch.randn(8)))
+        program = capture(module, torch.randn(8)).program
+        made = [x.tensor for x in program.output_leaves]
+        texts.add(compiled.recipe(program, range(len(program.steps)), made, {}).text)
+    assert len(texts) == 2
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_code_with_small_parameters_in_it_is_of_these_values_alone(prefers, monkeypatch, size):
+    """Inductor writes up to 8 numbers into it: another value may differ by less than rounding."""
+    prefers("frozen")
+    asked, no_kernel = [], Mock(side_effect=RuntimeError("no"))
+    monkeypatch.setattr(compiled, "build", no_kernel)
+    monkeypatch.setattr(
+        compiled.Artefacts, "_of_other_values", lambda self, path: asked.append(path) or ()
+    )
+    module = module_of(lambda m, x: (x * m.w).exp().tanh(), w=nn.Parameter(torch.rand(size)))
+    with runner_of(module, torch.randn(4, 16)) as runner:
+        runner.compile()
+    assert bool(asked) == (size == 16)
+
+
+def test_an_expanded_example_is_read_as_what_was_compiled_reads_it() -> None:
+    x = torch.randn(1, 8).expand(4, 8)
+    program = capture(module_of(lambda m, x: x.sin()), x).program
+    (given,), (timed,) = program.flatten_inputs((x,)), program.timing_inputs()
+    assert given.stride() == timed.stride() == (8, 1) and torch.equal(given, x)
 
 
 def test_ctrl_c_in_a_compile_leaves_nothing(prefers, monkeypatch) -> None:
@@ -241,7 +315,7 @@ def test_operators_that_draw_are_interpreted_and_training_is_refused(prefers) ->
         first = runner(torch.zeros(8))
         assert not torch.equal(first, runner(torch.zeros(8)))
     module = net()[0].train()
-    loss = (torch.randn(8, 16), torch.randn(8, 4))
+    loss = (torch.randn(8, 16), torch.randn(8, 12))
     graph = capture(module, loss, mode="training", loss=nn.functional.mse_loss)
     runner = Runner(graph, CPU, np.zeros(graph.num_ops, int))
     with runner, pytest.raises(RunnerError, match="compiled runs are for inference"):

@@ -264,6 +264,21 @@ def test_outputs_equal_the_plain_module_for_random_placements_and_schedules(size
     assert sum(num_held) >= 6 and max(num_held) < 6  # together all of it, nobody everything
 
 
+def test_a_rank_needs_what_is_trained_on_it_though_it_reads_it_elsewhere() -> None:
+    """A bias is read in the forward alone, and its gradient is made in the backward."""
+    module, (x,) = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), (torch.randn(2, 4),)
+    options = {"mode": "training", "loss": nn.functional.mse_loss, "colocate_backward": False}
+    graph = capture(module.train(), ((x,), x), **options)
+    rank: Any = SimpleNamespace(
+        graph=graph,
+        placement=graph.is_backward.astype(np.int32),
+        _own=[1],
+        _program=graph.program,
+        world=SimpleNamespace(rank=1),
+    )
+    assert DistributedRunner.own_params(rank) == [0, 1, 2, 3]
+
+
 def in_pieces(rank: int, folder: str) -> list[str]:
     """A block of a transformer, heads and columns on one rank each; values read from a file."""
     module, inputs = block()

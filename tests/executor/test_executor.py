@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -239,11 +239,15 @@ def test_a_second_interrupt_while_the_workers_end_leaves_the_runner_usable(monke
 
 
 def test_a_parameter_that_is_replaced_shows_in_the_next_call():
-    """No copies on a CPU."""
+    """No copies on a CPU; also where the workers ended before."""
     module, inputs, graph = mlp()
     with Runner(graph, THREE, random_placement(graph, 0)) as runner:
         before = runner(*inputs)
-        for change in (lambda x: x.zero_(), lambda x: setattr(x, "data", torch.ones_like(x))) * 2:
+        changes = (lambda x: x.zero_(), lambda x: setattr(x, "data", torch.ones_like(x)))
+        for i, change in enumerate(changes * 4):
+            if i >= 4:
+                with closing(runner.stream([inputs] * 3)) as left_early:
+                    next(left_early)
             with torch.no_grad():
                 change(next(module.parameters()))
                 expected = module(*inputs)

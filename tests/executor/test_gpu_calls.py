@@ -115,6 +115,29 @@ def test_whether_parameters_were_written_is_asked_while_the_gpu_computes(graphs,
     assert bool(gpu.num_replays) == graphs and gpu.num_races == 0
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_copies_follow_a_parameter_whose_memory_comes_back(both):
+    """As averaged weights do for an evaluation. Two runners of a module share the copies."""
+    module, (x,), graph = layers(1)
+    weight = module.layers[2].weight
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as first:
+
+        def check(runner):
+            torch.testing.assert_close(runner(*x), module(*x), rtol=1e-5, atol=1e-5)
+
+        check(first)
+        with Runner(graph, BOTH, all_on(graph, 1)) as second:
+            if both:
+                check(second)
+            own = weight.data
+            weight.data = own + 1
+            check(first)
+            if not both:
+                first.close()
+            weight.data = own
+            check(second)
+
+
 def test_a_call_in_which_the_device_fails_does_not_end_the_process(monkeypatch):
     monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
     graph = capture(nn.Embedding(10, 4).eval(), torch.arange(4))

@@ -72,6 +72,23 @@ def test_training_equals_plain_pytorch(name, kind):
         torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-3)
 
 
+def test_what_is_written_between_steps_counts_on_a_gpu_too():
+    module, inputs = load("tiny_mlp")
+    module.train()
+    plain = copy.deepcopy(module)
+    mine, other = (torch.optim.SGD(m.parameters(), lr=1e-2) for m in (module, plain))
+    graph = capture(module, (inputs, None), mode="training", loss=mean_of_outputs, optimizer=mine)
+    with emulated_gpu.emulated(), Trainer(graph, BOTH, all_on(graph, 1), mine) as trainer:
+        for _ in range(3):
+            trainer.step([(inputs, None)])
+            plain_step(plain, other, [(inputs, None)], mean_of_outputs)
+            trainer.sync()
+            for x in (*module.parameters(), *plain.parameters()):
+                with torch.no_grad():
+                    x.mul_(0.5)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=1e-3, atol=1e-3)
+
+
 class Speech(nn.Module):
     """Recurrent layers in both directions, then attention of positions to those before them."""
 

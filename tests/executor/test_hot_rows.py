@@ -67,11 +67,19 @@ def test_results_are_those_of_whole_tables(tables, seed, hot_bytes):
     assert size - len(hot) * DIM * 4 <= hot_bytes  # but for the zeros
 
 
+@pytest.mark.parametrize("row", [-1, ROWS])
+def test_rows_that_do_not_exist_are_refused_as_by_the_module(row: int) -> None:
+    """Which the compiled loop would read from memory that is something else's."""
+    table, cold = torch.ones(ROWS, DIM), torch.zeros(ROWS, dtype=torch.bool)
+    with pytest.raises(IndexError, match=f"row {min(row, 3)} or {max(row, 3)} of 40 does not"):
+        torch.ops.placement.cold_rows(table, cold, torch.tensor([3, row]), None, False, False)
+
+
 def test_rows_that_are_read_most_are_hot() -> None:
     """8 of 120 rows fit; counted by hand."""
     module, ids = Tables().eval(), zipf((64, 5))
     graph = placement.capture(module, (ids,))
-    counts = row_counts(graph, [(ids,), (ids,)])
+    counts = row_counts(graph, [ids, {"ids": ids}])
     by_hand = 2 * np.bincount(ids.flatten().numpy(), minlength=ROWS)
     assert set(counts) == {"word.weight", "bag.weight", "mean.weight"}
     np.testing.assert_array_equal(counts["bag.weight"], by_hand)

@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from itertools import islice
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,6 +52,17 @@ def test_items_come_in_order_from_a_data_set(workers):
         assert list(items) == [i * i for i in range(40)]
         assert list(items) == []  # and it stays at its end
     assert data.most <= max(workers or 0, 1)
+
+
+def test_a_second_interrupt_while_threads_end_leaves_the_process_as_it_was(monkeypatch):
+    before, items = sys.getswitchinterval(), InputPipeline(Squares(40), workers=1)
+    assert next(items) == 0 and sys.getswitchinterval() < before
+    (thread,) = items._threads
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(thread, "join", Mock(side_effect=KeyboardInterrupt))
+        items.close()
+    assert sys.getswitchinterval() == before
+    thread.join()
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -432,19 +432,26 @@ def test_parameters_are_copied_in_the_order_that_is_predicted(seed, part, in_fli
     assert copied[: len(predicted)] == predicted  # then what comes for a call that was not made
 
 
-def test_pinned_memory_that_the_machine_refuses_is_named_with_its_bytes(monkeypatch):
+@pytest.mark.parametrize(
+    ("first", "advice"),
+    [
+        # A weight of 64 x 64 numbers, a bias, and the weight of the norm had been given.
+        (3, "gave 16,896 .*: say pinned_bytes: 16896 of the CPU in the cluster's"),
+        (0, "gave 0 .*: leave what streams out of the cluster's"),
+    ],
+)
+def test_pinned_memory_that_the_machine_refuses_is_named_with_its_bytes(first, advice, monkeypatch):
     _, (x,), graph = layers()
     empty_like, given = torch.empty_like, []
 
     def refused(value: torch.Tensor, **options: Any) -> torch.Tensor:
         if options.get("pin_memory"):
             given.append(value)
-            if len(given) > 3:
+            if len(given) > first:
                 raise RuntimeError("CUDA error: out of memory")
         return empty_like(value, **options)
 
-    # A weight of 64 x 64 numbers, a bias, and the weight of the norm had been given.
-    some = r"100,352 bytes .* which this machine gave 16,896 .*say pinned_bytes: 16896 of the CPU"
+    some = f"100,352 bytes .* which this machine {advice}"
     with emulated_gpu.emulated(), Runner(graph, THREE, chosen(graph, 0, (2,))) as runner:
         monkeypatch.setattr(torch, "empty_like", refused)
         with pytest.raises(ClusterError, match=some):

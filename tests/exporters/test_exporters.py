@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
@@ -292,8 +293,23 @@ def test_devices_that_torch_does_not_have_are_refused(name: str) -> None:
     for device in ("fast", "cuda", "cuda:x", "npu:0"):
         with pytest.raises(ExportError, match=f"torch has no device '{device}' of kind"):
             export(name, plan_of(CUT, problem(devices=(device, "cuda:1"))))
+    both = plan_of(CUT, problem(devices=("cpu:0", "cuda:1")))
+    gloo = r"Gloo \(CPU cores, 'cpu:0'\) or over NCCL"
+    with pytest.raises(ExportError, match="has one CPU" if name == "huggingface" else gloo):
+        export(name, both)
     # A device that is not in use is nothing that anybody must know.
     assert export(name, plan_of([1] * 11, problem(devices=("npu:0", "cuda:1"))))
+
+
+@pytest.mark.parametrize("name", sorted({*BY_MODULE} - {"llama_cpp"}))  # it names the device
+def test_weights_that_stay_in_host_memory_are_no_second_gpu(name: str) -> None:
+    p = problem(devices=("cpu:0", "cuda:0"))
+    streams = Device("streamed/cuda:0", "cuda", streams="cuda:0")
+    cluster = replace(p.cluster, devices=(*p.cluster.devices, streams))
+    p = replace(p, cluster=cluster, profile=p.profile.for_cluster(cluster))
+    with pytest.raises(ExportError, match="'streamed/cuda:0' computes with weights that stay in h"):
+        export(name, plan_of([1] * 5 + [2] * 6, p))
+    export(name, plan_of([1] * 11, p))
 
 
 def test_a_list_may_have_other_modules_beside_its_layers_which_must_run_in_order() -> None:

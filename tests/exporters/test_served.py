@@ -235,6 +235,18 @@ def test_vllm_offloads_what_is_left_to_the_processor() -> None:
     )
 
 
+@pytest.mark.parametrize("wrong", [[1.5], ["many"] * 15, 7])
+def test_what_a_file_says_of_sizes_and_experts_may_be_anything(wrong: Any) -> None:
+    plan = plan_of(MIXTRAL | FOUR, FIRST_TWO, ONE)
+    said = plan.provenance.profile | {"weights_bytes": wrong, "num_experts": wrong}
+    provenance = plan.provenance.model_copy(update={"profile": said})
+    hostile = plan.model_copy(update={"provenance": provenance})
+    with pytest.raises(ExportError, match="of a model that has some"):
+        load("ktransformers")(hostile)
+    with pytest.raises(ExportError):  # as of a model of which no sizes are known
+        load("vllm")(hostile)
+
+
 def test_ktransformers_has_experts_on_the_gpu() -> None:
     files = load("ktransformers")(plan_of(MIXTRAL | FOUR, FIRST_TWO, ONE)).files
     assert files[""] == "--kt-num-gpu-experts 4 --kt-expert-placement-strategy front-loading\n"

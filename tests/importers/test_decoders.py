@@ -149,6 +149,13 @@ def test_quantised_matrices_have_their_bits() -> None:
     one = awq | {"modules_to_not_convert": ["model.layers.3.mlp", "lm_head"]}
     sizes = [p.weight_bytes for p in decoder_of(LLAMA, quantization_config=one).parts]
     assert sizes[8] == 2 * 3 * 4096 * 14336 > sizes[6] == sizes[10]
+    skips = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    skips["llm_int8_skip_modules"] = ["lm_head", "model.layers.3.mlp"]
+    sizes = [p.weight_bytes for p in decoder_of(LLAMA, quantization_config=skips).parts]
+    assert sizes[8] == 2 * 3 * 4096 * 14336 > sizes[6] == sizes[10]
+    group["weights"] |= {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+    nvfp4 = decoder_of(LLAMA, quantization_config=half).class_bytes()
+    assert nvfp4["feed_forward"] / plain["feed_forward"] == 4.5 / 16
     with pytest.raises(FormatError, match="quantization_config"):
         decoder_of(LLAMA, quantization_config={"quant_method": "new"})
 
@@ -338,6 +345,12 @@ def test_layers_that_are_recurrent_keep_one_state(tmp_path: Path) -> None:
                ("blk.1.attn_k.weight", (64, 64), 1)]  # fmt: skip
     linear, full = header(tmp_path / "h.gguf", gguf(values, tensors)).parts[1:3]
     assert linear.kv_bytes == 4 * (3 * (4096 + 2 * 16 * 128) + 128 * 4096) and linear.window == 1
+    own = [
+        *tensors,
+        ("blk.0.attn_qkv.weight", (64, 64), 1),
+        ("blk.0.attn_gate.weight", (64, 64), 1),
+    ]
+    assert header(tmp_path / "h.gguf", gguf(values, own)).parts[1].kv_bytes == linear.kv_bytes
     assert full.kv_bytes == 2 * 2 * 64 and full.window is None
     both = [*tensors, ("blk.0.attn_k.weight", (64, 64), 1)]
     with pytest.raises(FormatError, match=r"blk\.0 has both attention and a recurrent state"):
@@ -345,6 +358,27 @@ def test_layers_that_are_recurrent_keep_one_state(tmp_path: Path) -> None:
     wrong = {k.replace("qwen3next", "rwkv7"): v for k, v in values.items()}
     with pytest.raises(FormatError, match="not a decoder's: no tokens, or no cache"):
         header(tmp_path / "r.gguf", gguf(wrong | {"general.architecture": "rwkv7"}, tensors))
+
+
+def test_what_layers_keep_where_windows_have_smaller_heads_and_the_last_have_none(tmp_path):
+    """``key_length_swa`` and ``shared_kv_layers``, as for Gemma 4; a block that guesses ahead."""
+    numbers = {
+        "block_count": 5, "nextn_predict_layers": 1, "embedding_length": 64,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32,
+        "attention.key_length_swa": 16, "attention.value_length_swa": 16,
+        "attention.sliding_window": 9, "attention.sliding_window_pattern": [1, 0, 1, 0, 0],
+        "attention.shared_kv_layers": 1,
+    }  # fmt: skip
+    values = {"general.architecture": "new"} | {f"new.{k}": v for k, v in numbers.items()}
+    layers = [(f"blk.{i}.attn_k.weight", (64, 64), 1) for i in range(5)]
+    parts = header(tmp_path / "g.gguf", gguf(values, [ITS_TENSORS[0], *layers])).parts
+    kept = [(part.kv_bytes, part.window) for part in parts if part.kind == "attention"]
+    small, full = 2 * 2 * (16 + 16), 2 * 2 * (32 + 32)
+    assert kept == [(small, 9), (full, None), (small, 9), (0, None)]
+    assert not any("blk.4" in name for part in parts for name in part.weights)
+    with pytest.raises(FormatError, match="layer 0 has no tensors"):
+        few = values | {"new.nextn_predict_layers": 5}
+        header(tmp_path / "g.gguf", gguf(few, [ITS_TENSORS[0], *layers]))
 
 
 def test_a_gguf_header_is_read_as_by_its_own_package(tmp_path: Path) -> None:

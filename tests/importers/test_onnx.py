@@ -411,6 +411,25 @@ def test_functions_are_inlined(tmp_path: Path) -> None:
     assert load(path).graph.op_kind == ("Relu", "Tanh")
 
 
+def test_functions_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    """Forty, each of which calls the next one twice: 2^40 nodes in a file of 4 KB."""
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("mine", 1)]
+
+    def calls(i: int) -> list[Any]:
+        if i == 40:
+            return [node("Relu", ["a"], ["b"])]
+        one, two = ("a", "m"), ("m", "b")
+        return [node(f"F{i + 1}", [x], [y], domain="mine") for x, y in (one, two)]
+
+    functions = [
+        helper.make_function("mine", f"F{i}", ["a"], ["b"], calls(i), opsets) for i in range(41)
+    ]
+    nodes = [node("F0", ["x"], ["y"], domain="mine")]
+    path = saved(tmp_path, nodes, X, Y, functions=functions, opset_imports=opsets)
+    with pytest.raises(FormatError, match=r"its functions call each other: over 1,048,576 nodes"):
+        load(path)
+
+
 def test_nodes_in_any_order_and_with_one_name(tmp_path: Path) -> None:
     nodes = [node("Relu", ["b"], ["y"], name="n"), node("Relu", ["x"], ["b"], name="n")]
     g = load(saved(tmp_path, nodes, X, Y)).graph

@@ -17,6 +17,7 @@ from placement.bounds import lower_bounds
 from placement.cluster import Cluster, Link
 from placement.objective import Objective
 from placement.planners import PlannerError, find, load, names
+from placement.planners.phase_search import unrolled
 from placement.problem import Problem, ProblemError, Solution, host_of
 from placement.search.evaluation import (
     FromStart,
@@ -31,7 +32,14 @@ from placement.search.stages import Stages, merge_blocks
 from placement.simulator import score
 from placement.testing import check_planner
 from placement.tools.limits import MOST
-from tests.problems import chain, every_placement, problem_on, random_problem, small_problem
+from tests.problems import (
+    chain,
+    every_placement,
+    problem_on,
+    random_problem,
+    small_problem,
+    with_twins,
+)
 
 # Not these: they need a file or an optional package, take seconds for each proof, or are for one
 # objective; each has contract tests of its own.
@@ -676,7 +684,9 @@ def may_be_swapped(problem: Problem, a: int, b: int) -> bool:
     inputs = (problem.graph.tensor_src < 0).any() and problem.objective == "period"
     if host in (a, b) and inputs and not shares.all():
         return False  # only the host sends them
-    for x in (problem.compute_s, problem.loaded_s, problem.memory_bytes):
+    libraries = problem.profile.library_bytes
+    held = problem.memory_bytes if libraries is None else libraries
+    for x in (problem.compute_s, problem.loaded_s, problem.memory_bytes, held):
         if not np.array_equal(x, x[..., swap]):
             return False
     pairs = [problem.link_latency_s, problem.link_s_per_byte, problem.link_blocking]
@@ -708,6 +718,38 @@ def test_device_classes_by_definition(seed: int, num_devices: int) -> None:
             new = [a for a in range(b) if classes[a] not in classes[:a]]
             first = [a for a in new if may_be_swapped(p, a, b)]
             assert (classes[b] == classes[first[0]]) if first else (classes[b] not in classes[:b])
+
+
+def test_devices_whose_libraries_need_other_memory_are_unlike() -> None:
+    """One of 840 bytes keeps 480 for them: the larger operator must be on the other."""
+    sizes = {"param_bytes": [500, 350], "memory_bytes": 840, "objective": "latency"}
+    library = {"library_bytes": np.array([[480, 0], [480, 0]])}
+    problem = make(np.ones((2, 2)), chain(2), **sizes, profile=library)
+    assert device_classes(problem).tolist() == [0, 1]
+    assert load("contiguous_dp")(problem).placement.tolist() == [1, 0]
+
+
+def test_a_coarse_answer_may_have_phases() -> None:
+    problem = make(np.ones((3, 2)), chain(3), max_phases=2, num_microbatches=8)
+    solution = load("coarsened", planner="data_parallel")(problem)
+    assert solution.placement.shape == (2, 3) and solution.value_s == 1.5
+
+
+def test_copies_of_phases_are_of_one_micro_batch() -> None:
+    """Or problems that may be simulated would be refused for the number of their runs."""
+    problem = make(np.ones((3, 2)), chain(3), max_phases=2, num_microbatches=8)
+    assert unrolled(problem, 2).num_microbatches == 1
+
+
+def test_a_latency_of_no_time_is_the_best() -> None:
+    pytest.importorskip("ortools")
+    problem = make([[0.0, 1.0]], link=(1.0, 1e9), objective="latency")
+    assert load("cp_sat", seconds=1.0)(problem).value_s == 0.0
+
+
+def test_what_stays_on_a_gpu_is_decided_within_the_budget() -> None:
+    solution = load("residence", evaluations=10)(with_twins(3))
+    assert solution.stats["evaluations"] <= 10
 
 
 @pytest.mark.parametrize("name", ["heft", "local_search"])

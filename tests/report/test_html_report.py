@@ -414,7 +414,13 @@ def test_traces_are_read_back(tmp_path: Path) -> None:
     np.testing.assert_array_equal(predicted.transfers, timeline.transfers)
     np.testing.assert_allclose(predicted.end_s, timeline.end_s, rtol=1e-9)
     unnamed = [e for e in timeline.to_trace()["traceEvents"] if e["name"] != "process_name"]
-    wrong = {r"t\.json": [{"pid": 0}], "whether it was predicted or measured": unnamed}
+    names = {"ph": "M", "pid": 0, "name": "thread_name"}
+    many = [names | {"tid": i, "args": {"name": f"d{i}"}} for i in range(1000)]
+    wrong = {
+        r"t\.json": [{"pid": 0}],
+        "1000 devices, at most 512": many,
+        "whether it was predicted or measured": unnamed,
+    }
     for why, events in wrong.items():
         written(tmp_path / "t.json", {"traceEvents": events})
         with pytest.raises(TimelineError, match=why):
