@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.utils import _pytree as pytree
 
 from placement.capturing.errors import first_line, user_line
@@ -46,7 +46,7 @@ class _Recorder:
     def __init__(self) -> None:
         mode = get_proxy_mode()
         assert mode is not None
-        self._graph = mode.tracer.graph
+        self._tracer, self._graph = mode.tracer, mode.tracer.graph
         self._owner: Owner | None = None
         self.switch(None)
 
@@ -57,6 +57,13 @@ class _Recorder:
                 break
             node.meta["owner"] = self._owner
         self._owner = owner
+
+    def beside(self, made: Tensor) -> None:
+        """What follows belongs to whose kernel has ``made`` this."""
+        self.switch(self._owner)
+        traced = get_proxy_slot(made, self._tracer, None)
+        owner = None if traced is None else traced.proxy.node.meta["owner"]
+        self._owner = owner or self._owner
 
 
 class _Forward(fx.Interpreter):
@@ -207,14 +214,14 @@ def trace_step(
         loss = loss_of(pytree.tree_unflatten(values, exported.call_spec.out_spec))
         recorder.switch((len(calls) - 1, True))
         own_of = torch.autograd.grad(loss, [arguments[i] for i in trainable], allow_unused=True)
-        # A function's backward may add to gradients by itself, as reversible layers do.
-        totals = [_sum(g, arguments[i].grad) for i, g in zip(trainable, own_of, strict=True)]
-        with_gradient.extend(i for i, g in zip(trainable, totals, strict=True) if g is not None)
-        memory = {storage_of(x) for x in arguments}
-        gradients = [
-            _hooked(params[i], g) for i, g in zip(trainable, totals, strict=True) if g is not None
-        ]
-        gradients = [g.clone() if storage_of(g) in memory else g for g in gradients]
+        memory, gradients = {storage_of(x) for x in arguments}, []
+        for i, own_gradient in zip(trainable, own_of, strict=True):
+            parts = [x for x in (own_gradient, arguments[i].grad) if x is not None]
+            if parts:  # a function's backward may add to gradients by itself, as reversible layers'
+                recorder.beside(parts[0])  # hooks run where the gradient is made
+                g = _hooked(params[i], sum(parts[1:], parts[0]))
+                gradients.append(g.clone() if storage_of(g) in memory else g)
+                with_gradient.append(i)
         recorder.switch(None)
         return [loss, *gradients]
 
@@ -326,10 +333,6 @@ def _put_into(module: nn.Module, tensors: dict[Any, Tensor]) -> None:
             for name, x in held.items():
                 if x is not None and view_of(x) in tensors:
                     held[name] = tensors[view_of(x)]  # type: ignore[assignment]
-
-
-def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a + b
 
 
 def _hooked(param: Tensor, gradient: Tensor) -> Tensor:

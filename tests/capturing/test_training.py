@@ -454,6 +454,19 @@ def test_failures_leave_the_module_as_after_the_last_step():
     assert_equal_states(module, plain)
 
 
+def test_hooks_of_parameters_run_where_their_gradients_are_made():
+    def where(hooked):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).train()
+        for x in module.parameters() if hooked else ():
+            x.register_hook(lambda g: g.clamp(-1, 1) * 2)
+        x = torch.randn(2, 4)
+        graph = capture(module, (x, x), mode="training", loss=F.mse_loss)
+        made = [int(graph.tensor_src[t]) for _, t in graph.program.gradients]
+        return [graph.op_module[op] for op in made], graph.is_backward[made].all()
+
+    assert where(True) == where(False) == (["0", "0", "2", "2"], True)
+
+
 class FailsOnce(torch.optim.SGD):
     left = 0
 
