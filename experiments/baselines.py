@@ -16,6 +16,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -192,7 +193,8 @@ def winners(rows: Sequence[Cell]) -> list[Cell]:
 
 def summary(rows: Sequence[Cell], by_planner: Ratios) -> str:
     runs = groups(rows, "planner")
-    won = [(r.planner, n) for n, mine in groups(rows, "problem").items() for r in winners(mine)]
+    won = [r for mine in groups(rows, "problem").values() for r in winners(mine)]
+    num_seeds = Counter((r.planner, r.problem) for r in rows)
     kinds = sorted({_group(r.problem) for r in rows})
 
     def interval(planner: str) -> str:
@@ -207,6 +209,10 @@ def summary(rows: Sequence[Cell], by_planner: Ratios) -> str:
         counted = [r.used_evaluations for r in runs[planner] if r.used_evaluations is not None]
         return float(np.median(counted)) if counted else None
 
+    def best_on(planner: str) -> float:
+        """Of problems, on average over its seeds: several have no better chance than one."""
+        return sum(1 / num_seeds[planner, r.problem] for r in won if r.planner == planner)
+
     def failed(planner: str) -> str:
         return f"{sum(r.status != 'ok' for r in runs[planner])} of {len(runs[planner])}"
 
@@ -216,7 +222,7 @@ def summary(rows: Sequence[Cell], by_planner: Ratios) -> str:
         Column("ratio", lambda p: geometric_mean(by_planner[p].values())),
         Column("95 %", interval),
         *(Column(kind, partial(of_kind, kind)) for kind in kinds),
-        Column("best on", lambda p: len({n for planner, n in won if planner == p})),
+        Column("best on", best_on, 1),
         Column("no answer", failed),
         Column("fell back", lambda p: sum(bool(r.note) and r.status == "ok" for r in runs[p])),
         Column("median s", lambda p: float(np.median([r.used_s for r in runs[p]])), 2),

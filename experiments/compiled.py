@@ -211,6 +211,12 @@ ONE, TWO = "compiled, 1 core", "plain, 2 core / compiled, 2 core"
 RATIOS = {"one device": _ratio(ONE, "our run"), "two devices": _ratio(TWO, "kept")}
 
 
+def copies(row: Any) -> float | None:
+    """By how much what is kept is faster than two copies that do not slow each other."""
+    ratio = _ratio("plain, 1 core / compiled, 1 core", "kept")(row)
+    return None if ratio is None else ratio / 2
+
+
 def parts(found: Any, options: Options) -> dict[str, Any]:
     """Geometric means, and the worst."""
     lines = []
@@ -219,6 +225,12 @@ def parts(found: Any, options: Options) -> dict[str, Any]:
         if values:
             mean = geometric_mean(values)
             lines.append(f"* {name}: {mean:.2f}x, geometric mean; {min(values):.2f}x at least")
+    if two := [x for x in map(copies, found) if x is not None]:
+        lines.append(
+            f"* two devices, against two copies of PyTorch with one thread each, if neither slowed "
+            f"the other (which was not measured): {geometric_mean(two):.2f}x, and {min(two):.2f}x "
+            "at least"
+        )
     errors = [r["error"] for r in found if r["error"] is not None]
     ranks = [r["rank"] for r in found if r["rank"] is not None]
     if errors:
@@ -239,6 +251,7 @@ COLUMNS = (
     ),
     Column("what is kept", "kept"),
     *(Column(f"{name}, against compiled", ratio, 2, unit="x") for name, ratio in RATIOS.items()),
+    Column("two devices, against two copies", copies, 2, unit="x"),
     Column("torch.compile", "by torch"),
     Column("our compiling", "our compile_s", 0, unit=" s"),
     Column("packed", "packed_bytes", 0, 2**-20, " MiB"),

@@ -110,6 +110,8 @@ class Device:
                     f"device {short(self.name)}: {what} = {short(value)}, must be from {least} to "
                     f"{most}"
                 )
+            if isinstance(value, np.number):  # which no file can hold
+                object.__setattr__(self, what, value.item())
         if not all(0 <= core < MOST.threads for core in self.cores):
             raise ClusterError(
                 f"device {short(self.name)}: cores = {short(self.cores)}, must be from 0 to "
@@ -195,6 +197,9 @@ class Link:
                 f"and bandwidth_bytes_per_s = {speed} must be > 0 (a link that must not be used: a "
                 "latency of hours)"
             )
+        for name in (*names, "bandwidth_bytes_per_s"):
+            if isinstance(value := getattr(self, name), np.number):
+                object.__setattr__(self, name, value.item())
 
 
 Ends = tuple[int | NDArray[np.intp], int | NDArray[np.intp], Link]

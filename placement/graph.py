@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypedDict, Unpack
@@ -63,6 +63,7 @@ class Facts(TypedDict, total=False):
     is_backward: ArrayLike | None
     output_tensor: ArrayLike
     program: Any
+    next_readers: Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,7 @@ class OpGraph:
         is_backward: bool ``[N]`` operators of the backward pass of a training step.
         output_tensor: int32 ``[O]`` tensors that leave the model.
         program: what executes the graph (see ``placement.capture``), or None.
+        next_readers: what ``carried`` is where there is no program. No part of the fingerprint.
     """
 
     name: str
@@ -108,6 +110,7 @@ class OpGraph:
     is_backward: NDArray[np.bool_]
     output_tensor: Ints
     program: Any = field(default=None, repr=False, compare=False)
+    next_readers: Mapping[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         # One memory layout: for another one every kernel would be compiled again.
@@ -183,6 +186,7 @@ class OpGraph:
             param_use_op=reads[:, 0],
             param_use=reads[:, 1],
             program=facts.get("program"),
+            next_readers=facts.get("next_readers", {}),
         )
         graph._check()
         return graph
@@ -299,8 +303,10 @@ class OpGraph:
     @cached_property
     def carried(self) -> dict[int, tuple[int, ...]]:
         """Operator that writes a buffer -> operators that read it in the next micro-batch."""
+        if self.program is None:
+            return dict(self.next_readers)
         carried: dict[int, tuple[int, ...]] = {}
-        for param, tensor in () if self.program is None else self.program.new_buffers:
+        for param, tensor in self.program.new_buffers:
             writer = int(self.tensor_src[tensor])
             readers = self.param_use_op[self.param_use == param].tolist()
             carried[writer] = tuple(dict.fromkeys((*carried.get(writer, ()), *readers)))
@@ -355,7 +361,7 @@ class OpGraph:
 
     def without_program(self) -> OpGraph:
         """The same graph as pure data (picklable, small)."""
-        return replace(self, program=None)
+        return replace(self, program=None, next_readers=self.carried)
 
     def __repr__(self) -> str:
         mib = self.param_bytes.sum() / 2**20

@@ -85,6 +85,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_kinds(ProblemError, **{name: getattr(self, name) for name in _KINDS})
+        for name in ("num_microbatches", "max_in_flight", "max_phases"):  # numpy's, too
+            object.__setattr__(self, name, int(getattr(self, name)))
         self.profile.check(self.graph)
         if self.profile.device_names != self.cluster.device_names:
             raise ProblemError(

@@ -78,6 +78,7 @@ from experiments.runs import Run, limited, warm
 from experiments.study import Option, Options, Study, say
 from experiments.tables import DASH, Column, Mean, geometric, groups, table, to_csv
 from placement import importers
+from placement.bounds import lower_bound
 from placement.objective import Objective
 from placement.planners import load, solve
 from placement.problem import Placement, Planner, Problem, Solution
@@ -554,6 +555,7 @@ def judged(case: Case, unit: Unit, planner: Planner, training_s: float | None) -
     limits = (0.1, *(s for s in limits if s >= 1)) if searches else limits[-1:]
     values: dict[str, float | None] = dict.fromkeys(COLUMNS.values())
     first_s = None
+    lower_bound(case.problem)  # kept: no search is to pay for it, as networks do not
     for seconds in limits:
         run = answered(planner, unit.seed, case.problem, seconds)
         if run.value is None:
@@ -615,8 +617,11 @@ def over(rows: Sequence[Row], arm: str, seconds: float, base: str, ended: bool =
     return geometric(finite, family=lambda problem: problem[0])
 
 
-def percent(mean: Mean) -> str:
-    return mean.percent(2) if mean.count else DASH
+def percent(mean: Mean, graphs: int | None = None) -> str:
+    """And on how many graphs, where others have no answer by then."""
+    if not mean.count:
+        return DASH
+    return mean.percent(2) + (f", {mean.count} graphs" if mean.count < (graphs or 0) else "")
 
 
 def decides(rows: Sequence[Row]) -> list[Row]:
@@ -654,7 +659,8 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     seeds = {a: len({r.seed for r in rows if r.arm == a}) for a in arms}
 
     def line(x: tuple[str, str], seconds: float) -> str:
-        return percent(over(kinds.get(x[0], []), x[1], seconds, BEST_RULE, True))
+        mean = over(kinds.get(x[0], []), x[1], seconds, BEST_RULE, True)
+        return percent(mean, count(x) if seconds < 1 else None)  # longer ones are of some alone
 
     def on(x: tuple[str, str], machine: str) -> str:
         mine = [r for r in rows if (r.objective, r.machine) == (x[0], machine)]
@@ -665,7 +671,7 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
         return float(np.median(seconds)) if seconds else np.nan
 
     def count(x: tuple[str, str]) -> int:
-        return over(kinds.get(x[0], []), x[1], 0.1, BEST_RULE, True).count
+        return len({(r.machine, r.problem) for r in kinds.get(x[0], []) if r.arm == x[1]})
 
     lines = [(o, a) for o in OBJECTIVES for a in arms if count((o, a))]
     return {

@@ -82,6 +82,7 @@ from experiments.learned.folds import (
 from experiments.runs import warm
 from experiments.study import Option, Options, Study, StudyError, say
 from experiments.tables import Column, Mean, geometric, groups, table, to_csv
+from placement.report.table import geometric_interval
 from placement.objective import Objective
 from placement.problem import Problem, Solution
 from placement.simulator import value_of
@@ -363,16 +364,27 @@ def leaves(policy: TrainedPolicy, problem: Problem, start: Solution) -> bool:
 # --- the page ------------------------------------------------------------------------------------
 
 
-def against(rows: Sequence[Row], arm: str, base: str, column: str) -> Mean:
-    """Values of an arm over those of another; the rules have as long as they need."""
+def against(
+    rows: Sequence[Row], arm: str, base: str, column: str, trainings: bool = False
+) -> Mean:
+    """Values of an arm over those of another; the rules have as long as they need.
+
+    ``trainings``: these are drawn first, with all that they judge, and families of each then.
+    """
     key = "few_s" if base == BEST_RULE else column
     values = {(unit_of(r), r.machine, r.problem): getattr(r, key) for r in rows if r.arm == base}
     ratios: dict[tuple[str, ...], list[float]] = {}
+    judged_by: dict[Unit, dict[str, list[float]]] = {}
     for r in rows:
         value, other = getattr(r, column), values.get((unit_of(r), r.machine, r.problem))
         if r.arm == arm and value is not None and other is not None:
             ratios.setdefault((r.family, r.machine, r.problem), []).append(value / other)
-    return geometric(ratios, family=lambda problem: problem[0])
+            judged_by.setdefault(unit_of(r), {}).setdefault(r.family, []).append(value / other)
+    mean = geometric(ratios, family=lambda problem: problem[0])
+    if trainings:
+        nested = [list(families.values()) for families in judged_by.values()]
+        mean = Mean(mean.value, *geometric_interval(nested, 4000), mean.count)
+    return mean
 
 
 def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
@@ -380,16 +392,18 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     released = [r for r in rows if unit_of(r).is_released]
     others = [r for r in rows if not unit_of(r).is_released]
 
-    def compared(rows: Sequence[Row]) -> str:
-        def of(line: tuple[str, str], arm: str, base: str) -> str:
-            mean = against([r for r in rows if r.objective == line[0]], arm, base, line[1])
-            return percent(mean)
+    def compared(rows: Sequence[Row], several: bool) -> str:
+        def of(line: tuple[str, str], arm: str, base: str, by: bool = False) -> str:
+            mine = [r for r in rows if r.objective == line[0]]
+            return percent(against(mine, arm, base, line[1], by))
 
+        drawn = [Column("trainings drawn first", lambda x: of(x, TRAINED, UNTRAINED, True))]
         return table(
             lines,
             Column("objective", lambda x: x[0]),
             Column("budget", lambda x: "33 decodes" if x[1] == "few_s" else "100 ms"),
             Column("trained against untrained", lambda x: of(x, TRAINED, UNTRAINED)),
+            *(drawn if several else ()),
             Column("trained against the best of rules", lambda x: of(x, TRAINED, BEST_RULE)),
             Column("untrained against the best of rules", lambda x: of(x, UNTRAINED, BEST_RULE)),
         )
@@ -405,13 +419,13 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
         return f"{objective} {len(units)} times ({', '.join(told)})"
 
     return {
-        "table": compared(released),
+        "table": compared(released, False),
         "leaves": "; ".join(
             f"{o} {leaving(o, TRAINED)}, untrained {leaving(o, UNTRAINED)}" for o in OBJECTIVES
         ),
         "graphs": len({(r.machine, r.problem) for r in released}),
         "families": len({r.family for r in released}),
-        "others": compared(others),
+        "others": compared(others, True),
         "trainings": "; ".join(map(trainings, OBJECTIVES)),
     }
 

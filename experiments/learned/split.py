@@ -233,7 +233,9 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
     arms = [a for a in ARMS if any(r.arm == a for r in rows)]
 
     def against(arm: str, machine: str, seconds: float) -> str:
-        return percent(over(where[machine], arm, seconds, BEST_RULE, True))
+        mine = {r.problem for r in where[machine] if r.arm == arm}
+        mean = over(where[machine], arm, seconds, BEST_RULE, True)
+        return percent(mean, len(mine) if seconds <= 1 else None)
 
     def end(arm: str, base: str) -> str:
         same = arm == base

@@ -279,7 +279,7 @@ def load_or_measure(
         here = Cluster.detect() if is_like else cluster.workers
         return load_or_measure(graph, here, again=again, **options).for_cluster(cluster)
     path = cached_path(graph, cluster, folder)
-    if path.exists() and not again:
+    if os.path.exists(path) and not again:  # (Path.exists raises where nothing may be seen)
         profile = Profile.load(path)
         profile.check(graph)
         if repeats is None or profile.provenance.get("repeats", 0) >= repeats:

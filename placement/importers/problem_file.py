@@ -92,6 +92,8 @@ class OperatorRecord(_Strict):
     Attributes:
         group: operators with the same number share a device; null is a group of its own.
         params: numbers in ``param_bytes``.
+        next_readers: names of operators that read in the next micro-batch what this one writes: a
+            buffer, which stays on one device.
         loaded_s: as ``compute_s`` where it is left out, if another operator has it.
         spread_s, predicted, workspace_bytes, library_bytes: 0 or false where left out.
     """
@@ -103,6 +105,7 @@ class OperatorRecord(_Strict):
     group: int | None = None
     backward: bool = False
     params: tuple[Count, ...] = ()
+    next_readers: tuple[str, ...] = ()
     compute_s: PerDevice
     spread_s: PerDevice | None = None
     loaded_s: PerDevice | None = None
@@ -234,6 +237,7 @@ def _document(problem: Problem) -> dict[str, Any]:
             group=int(g.group[n]) if group_size[g.group[n]] > 1 else None,
             backward=bool(g.is_backward[n]),
             params=tuple(g.op_params[n]),
+            next_readers=tuple(g.op_name[m] for m in g.carried.get(n, ())),
             compute_s=row("compute_s", n),
             spread_s=row("spread_s", n) if profile.spread_s[n].any() else None,
             loaded_s=row("loaded_s", n),
@@ -289,7 +293,8 @@ def _changed(kind: type[BaseModel], /, **values: Any) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, default=str)
+    plain = lambda x: x.item() if isinstance(x, np.generic) else str(x)  # noqa: E731
+    return json.dumps(value, allow_nan=False, default=plain)
 
 
 def _written(item: Device | Link) -> dict[str, Any]:
@@ -356,6 +361,13 @@ def _graph(record: ProblemRecord) -> OpGraph:
         uses += [(t, op_number(x, f"{where}.consumers")) for x in tensor.consumers]
         shared = t if tensor.memory_of is None else tensor.memory_of
         root.append(within(shared, len(tensors), f"{where}.memory_of", "tensors"))
+    for t in range(len(root)):  # a view of a view has the memory of the first
+        seen = {t}
+        while root[root[t]] != root[t]:
+            root[t] = root[root[t]]
+            if root[t] in seen:
+                raise FormatError(f"tensors[{t}].memory_of: these tensors have each other's memory")
+            seen.add(root[t])
     num_params = len(record.param_bytes)
     return OpGraph.build(
         record.model,
@@ -375,6 +387,11 @@ def _graph(record: ProblemRecord) -> OpGraph:
         ],
         group=labels([op.group for op in ops]),
         is_backward=[op.backward for op in ops],
+        next_readers={
+            n: tuple(op_number(x, f"operator {op.name!r}: next_readers") for x in op.next_readers)
+            for n, op in enumerate(ops)
+            if op.next_readers
+        },
         output_tensor=[
             within(t, len(tensors), f"outputs[{i}]", "tensors")
             for i, t in enumerate(record.outputs)

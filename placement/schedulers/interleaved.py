@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from placement.problem import Placement, Problem
-from placement.schedule import Schedule
+from placement.schedule import Schedule, ScheduleError
 from placement.schedulers import SchedulerError
 from placement.schedulers._cut import cut
 
@@ -57,7 +57,15 @@ class Interleaved:
                 level = backward[chunk] if back else forward[chunk]
                 here = (pieces.device == d) & (pieces.level == level) & (pieces.backward == back)
                 key[batch, here] = at
-        return pieces.schedule(key)
+        schedule = pieces.schedule(key)
+        try:
+            schedule.check(problem.graph, problem.cluster, placement)
+        except ScheduleError as error:  # rounds that visit devices in another order
+            raise SchedulerError(
+                f"interleaved needs rounds that visit the devices in one order ({error}); use "
+                "one_f_one_b or searched"
+            ) from error
+        return schedule
 
 
 def virtual_order(

@@ -112,7 +112,7 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.write_bytes(data)
-        if target.exists():
+        if os.path.exists(target):
             shutil.copymode(target, temporary)
         os.replace(temporary, target)
     except OSError as error:
@@ -145,8 +145,8 @@ def check_writable(path: str | Path) -> None:
     """
     path = _followed(Path(path))
     temporary = _beside(path)
-    if not path.parent.is_dir():  # which would be made: by writing into the nearest that is there
-        temporary = _beside(next(p for p in path.parents if p.exists()) / path.name)
+    if not os.path.isdir(path.parent):  # which would be made: by writing into the nearest there is
+        temporary = _beside(next(p for p in path.parents if os.path.exists(p)) / f"new-{path.name}")
     room = 2**16  # bytes: about one plan
     try:
         temporary.write_bytes(bytes(room))
@@ -177,12 +177,13 @@ def model_file(path: str | Path, content: bytes) -> str:
 
 
 def _followed(path: Path) -> Path:
-    return Path(os.path.realpath(path)) if path.is_symlink() else path
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path
 
 
 def _beside(path: Path) -> Path:
     """A name for the content until it is whole."""
-    if path.exists() and not path.is_file():  # renaming would replace a folder, or /dev/null
+    # Renaming would replace a folder, or /dev/null. (Path.exists raises where nothing may be seen.)
+    if os.path.exists(path) and not os.path.isfile(path):
         raise FileError(f"cannot write {path}: it is not a file; name another")
     # A name has 255 bytes at most, and this one is longer than the file's.
     return path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.tmp")
@@ -388,7 +389,7 @@ def _discard(temporary: Path) -> None:
 
 
 def _reason(error: OSError, path: Path, num_bytes: int) -> str:
-    folder = next((p for p in path.parents if p.is_dir()), Path("/"))
+    folder = next((p for p in path.parents if os.path.isdir(p)), Path("/"))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(folder).free
         return (

@@ -160,7 +160,13 @@ def this_machine() -> Cluster:
     cluster = Cluster("", (*devices, *(d for d in here.devices if d.kind != "cpu")))
     # Not the host's name: two machines can have the same.
     name = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
-    return replace(cluster, name=f"{name}-{cluster.fingerprint[:8]}")
+    # Of a GPU another amount of memory is free each time.
+    lasting = [
+        replace(d, memory_bytes=Device.memory_bytes) if d.kind == "cuda" else d
+        for d in cluster.devices
+    ]
+    digest = replace(cluster, devices=tuple(lasting)).fingerprint[:8]
+    return replace(cluster, name=f"{name}-{digest}")
 
 
 @dataclass(frozen=True)

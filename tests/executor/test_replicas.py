@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from placement import planners, workloads
+from placement import importers, planners, workloads
 from placement.capturing import capture
 from placement.capturing.training import plain_step
 from placement.executor import Executor, Runner, RunnerError, Trainer
@@ -129,7 +129,7 @@ def test_replicas_train_as_plain_pytorch_does(own_loss):
     torch.testing.assert_close([*net.parameters()], [*plain.parameters()])
 
 
-def test_running_statistics_stay_on_one_device():
+def test_running_statistics_stay_on_one_device(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     plain = copy.deepcopy(net)
@@ -146,6 +146,12 @@ def test_running_statistics_stay_on_one_device():
     with pytest.raises(ProblemError, match=r"it is on 'cpu:0' in phase 0, on 'cpu:1' in phase 1"):
         problem.check_placement(replicas)
     assert np.isinf(score(problem, [replicas])).all()
+    importers.save(problem, tmp_path / "problem.json")  # workers and files have no program
+    bare = replace(problem, graph=graph.without_program()), importers.load(tmp_path / "problem.json")
+    for known in bare:
+        assert known.graph.carried == graph.carried != {}
+        assert known.graph.fingerprint == graph.fingerprint
+        assert np.isinf(score(known, [replicas])).all()
     for name in ("data_parallel", "replicated", "phase_search"):
         options = {"start": "heft", "evaluations": 2000} if name == "phase_search" else {}
         for objective in ("period", "max_load"):

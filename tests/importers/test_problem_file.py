@@ -71,6 +71,25 @@ def check_same(problem: Problem, again: Problem, seed: int = 0) -> None:
     assert lower_bounds(again) == lower_bounds(problem)
 
 
+def test_a_view_of_a_view_has_the_memory_of_the_first(tmp_path: Path) -> None:
+    twice = change(SMALL, "tensors", 3, "memory_of", value=2)
+    assert load(written(tmp_path / "file.json", twice)).graph.tensor_root.tolist() == [0, 1, 1, 1]
+
+
+def test_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
+    problem = load(written(tmp_path / "file.json", SMALL))
+    devices = tuple(replace(d, memory_bytes=np.int64(700)) for d in problem.cluster.devices)
+    links = (Link("x", "y", np.float32(0.5)),)
+    cluster = replace(problem.cluster, devices=devices, links=links)
+    provenance = {"rounds": np.int64(7)}
+    profile = replace(problem.profile, links=links, provenance=provenance)
+    counted = replace(problem, cluster=cluster, profile=profile, num_microbatches=np.int64(16))
+    save(counted, tmp_path / "again.json")
+    again = load(tmp_path / "again.json")
+    assert again.num_microbatches == 16 and again.profile.provenance == {"rounds": 7}
+    assert again.cluster.fingerprint == counted.cluster.fingerprint
+
+
 def test_by_hand(tmp_path: Path) -> None:
     problem = load(written(tmp_path / "file.json", SMALL))
     g = problem.graph
@@ -200,6 +219,9 @@ def add(key: str, value: Any) -> dict[str, Any]:
         (change(SMALL, "tensors", 1, "consumers", value=["z"]), "tensors[1].consumers = 'z'"),
         (change(SMALL, "tensors", 1, "bytes", value=1.5), "tensors[1].bytes = 1.5"),
         (change(SMALL, "tensors", 2, "memory_of", value=9), "tensors[2].memory_of = 9: there are"),
+        (change(SMALL, "operators", 0, "next_readers", value=["z"]), "'a': next_readers = 'z' is"),
+        (change(change(SMALL, "tensors", 2, "memory_of", value=3), "tensors", 3, "memory_of", value=2),
+         "these tensors have each other's memory"),
         (change(SMALL, "tensors", 2, "io_s", value=[1, 2]), "tensors[0]: io_s is missing"),
         (change(SMALL, "outputs", value=[4]), "outputs[0] = 4: there are only 4 tensors"),
         (change(SMALL, "cluster", "devices", 1, "name"), "cluster.devices[1].name' is missing"),

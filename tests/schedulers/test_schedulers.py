@@ -339,6 +339,11 @@ def test_interleaved_wants_whole_groups_and_equal_chunks_and_zero_bubble_gradien
     uneven[[0, 1, 2, 3]] = [0, 1, 1, 1]
     with pytest.raises(SchedulerError, match="d0 has 1 and"):
         load("interleaved")(problem, uneven, 4)
+    # Rounds that visit the devices in another order would wait for each other for ever.
+    problem, p = pipeline(3, chunks=2)
+    p = np.array([0, 1, 2, 0, 2, 1, 1, 2, 0, 2, 1, 0], np.int32)
+    with pytest.raises(SchedulerError, match="rounds that visit the devices in one order.*deadl"):
+        load("interleaved")(problem, p, 3)
     reasons = {True: r"does not separate .* all 1 backward", False: "no backward operators"}
     for training, why in reasons.items():
         with pytest.raises(SchedulerError, match=why):

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from placement.tools import files
-from placement.tools.files import FileError, read_file, read_text, write_atomic
+from placement.tools.files import FileError, check_writable, read_file, read_text, write_atomic
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -79,6 +79,27 @@ def test_a_file_where_a_folder_should_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_folders_that_would_be_made_may_be_called_as_others_are(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    check_writable(tmp_path / "new" / "results")
+    assert [p.name for p in tmp_path.iterdir()] == ["results"]
+
+
+def test_what_may_not_be_looked_at_is_no_permission(tmp_path, monkeypatch) -> None:
+    """As below a folder of somebody else's, where ``Path.exists`` raises."""
+
+    def denied(self: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    for asks in ("exists", "is_dir", "is_symlink"):
+        monkeypatch.setattr(Path, asks, denied)
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=PermissionError(errno.EACCES, "no")))
+    with pytest.raises(FileError, match="no permission to write in"):
+        write_atomic(tmp_path / "a", "b")
+    with pytest.raises(FileError, match="no permission to write in"):
+        check_writable(tmp_path / "a")
+
+
 def test_what_is_not_a_file_is_never_replaced(tmp_path: Path) -> None:
     # As with --out /dev/null: renaming over it would destroy the device for everybody.
     pipe = tmp_path / "pipe"
