@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from collections import Counter
 from functools import partial
 from pathlib import Path
 

@@ -217,8 +217,8 @@ def that_ship(results: Path, page: str) -> str:
         f"{' and '.join(reached) or 'no objective'}, by {len(units)} trainings in "
         f"{len({u.fold for u in units})} folds, all written down before. Against itself "
         f"untrained,\n{again}.\nAll problems of a training share its network: where trainings "
-        f"are drawn first, {drawn}.\nTwo policies of it ship, of an earlier training each, judged by "
-        f"one fold that it did not see:\n{ship} ([page]({page}/learned_gnn.md)).\n"
+        f"are drawn first, {drawn}.\nTwo policies of it ship, of an earlier training each, judged "
+        f"by one fold that it did not see:\n{ship} ([page]({page}/learned_gnn.md)).\n"
     )
 
 

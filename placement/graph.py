@@ -306,7 +306,7 @@ class OpGraph:
         if self.program is None:
             return dict(self.next_readers)
         carried: dict[int, tuple[int, ...]] = {}
-        for param, tensor in self.program.new_buffers:
+        for param, tensor in getattr(self.program, "new_buffers", ()):
             writer = int(self.tensor_src[tensor])
             readers = self.param_use_op[self.param_use == param].tolist()
             carried[writer] = tuple(dict.fromkeys((*carried.get(writer, ()), *readers)))

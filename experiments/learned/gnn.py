@@ -82,9 +82,9 @@ from experiments.learned.folds import (
 from experiments.runs import warm
 from experiments.study import Option, Options, Study, StudyError, say
 from experiments.tables import Column, Mean, geometric, groups, table, to_csv
-from placement.report.table import geometric_interval
 from placement.objective import Objective
 from placement.problem import Problem, Solution
+from placement.report.table import geometric_interval
 from placement.simulator import value_of
 from placement.tools.files import write_atomic
 
@@ -364,9 +364,7 @@ def leaves(policy: TrainedPolicy, problem: Problem, start: Solution) -> bool:
 # --- the page ------------------------------------------------------------------------------------
 
 
-def against(
-    rows: Sequence[Row], arm: str, base: str, column: str, trainings: bool = False
-) -> Mean:
+def against(rows: Sequence[Row], arm: str, base: str, column: str, trainings: bool = False) -> Mean:
     """Values of an arm over those of another; the rules have as long as they need.
 
     ``trainings``: these are drawn first, with all that they judge, and families of each then.

@@ -147,7 +147,10 @@ def test_running_statistics_stay_on_one_device(tmp_path):
         problem.check_placement(replicas)
     assert np.isinf(score(problem, [replicas])).all()
     importers.save(problem, tmp_path / "problem.json")  # workers and files have no program
-    bare = replace(problem, graph=graph.without_program()), importers.load(tmp_path / "problem.json")
+    bare = (
+        replace(problem, graph=graph.without_program()),
+        importers.load(tmp_path / "problem.json"),
+    )
     for known in bare:
         assert known.graph.carried == graph.carried != {}
         assert known.graph.fingerprint == graph.fingerprint
