@@ -32,7 +32,7 @@ from placement.plan.reached import reached
 from placement.planners.residence import refitted, with_buffers
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
-from placement.program import split_inputs
+from placement.program import split_inputs, split_item
 from placement.runs.ways import (
     ROUNDS,
     TorchCompiled,
@@ -162,7 +162,7 @@ class OptimizedRunner(Runner):
         with items:
             for item in items:
                 self._flatten(item)  # refuses what a plan refuses
-                args, kwargs = split_inputs(tuple(item) if isinstance(item, list) else item)
+                args, kwargs = split_item(item)
                 yield self(*args, **kwargs)
 
     def close(self) -> None:

@@ -392,6 +392,11 @@ class _Leaf:
 _LEAF = _Leaf()
 
 
+def split_item(item: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``split_inputs`` of what a data loader gives: lists where ``capture`` was given a tuple."""
+    return split_inputs(tuple(item) if isinstance(item, list) else item)
+
+
 def input_spec(inputs: Any) -> dict[str, Any]:
     """``inputs`` as JSON: ``{"args": [...], "kwargs": {...}}``, shapes instead of values.
 

@@ -50,7 +50,7 @@ from placement.program import (
     Program,
     check_captured,
     fill,
-    split_inputs,
+    split_item,
     storage_of,
 )
 from placement.schedule import Schedule
@@ -290,8 +290,7 @@ class Runner:
 
     def _flatten(self, item: Any) -> Sequence[Tensor]:
         try:
-            # Data loaders give lists where ``capture`` was given a tuple.
-            args, kwargs = split_inputs(tuple(item) if isinstance(item, list) else item)
+            args, kwargs = split_item(item)
         except CaptureError:
             raise InputError(
                 f"an item of the loader is a {type(item).__name__}: give a tensor, a tuple or list "

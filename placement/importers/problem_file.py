@@ -293,7 +293,9 @@ def _changed(kind: type[BaseModel], /, **values: Any) -> dict[str, Any]:
 
 
 def _json(value: Any) -> str:
-    plain = lambda x: x.item() if isinstance(x, np.generic) else str(x)  # noqa: E731
+    def plain(x: Any) -> Any:
+        return x.item() if isinstance(x, np.generic) else str(x)
+
     return json.dumps(value, allow_nan=False, default=plain)
 
 

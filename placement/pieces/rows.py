@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from placement.graph import OpGraph
 from placement.pieces.split import ONE, Pieces, PiecesError, _Cutter, check_can_be_cut
-from placement.program import Param, Program, Ref, Step, mapped, run_program, split_inputs
+from placement.program import Param, Program, Ref, Step, mapped, run_program, split_item
 
 Counts = Mapping[str, NDArray[np.number[Any]]]
 _aten = torch.ops.aten
@@ -118,8 +118,7 @@ def row_counts(graph: OpGraph, batches: Iterable[Any]) -> dict[str, NDArray[np.i
                 own += np.bincount(value.flatten().numpy(force=True), minlength=len(own))
 
     for batch in batches:
-        given = split_inputs(tuple(batch) if isinstance(batch, list) else batch)
-        values = program.flatten_inputs(*given)
+        values = program.flatten_inputs(*split_item(batch))
         for tensor, value in zip(program.input_tensors, values, strict=True):
             count(tensor, value)
         run_program(program, values, count)
