@@ -129,6 +129,10 @@ class Timeline:
                 raise TimelineError(f"{what} is {array.dtype} {array.shape}, expected {expected}")
             if not ((array >= low) & (array <= high)).all():  # comparisons with NaN are false
                 raise TimelineError(f"{what} must be from {low:g} to {high:g}")
+        called_s = 0.0 if self.called_s is None else self.called_s
+        for what, value, low in ("called_s", called_s, times[0]), ("round_s", self.round_s, 0.0):
+            if not (isinstance(value, int | float) and low <= value <= MOST.seconds):
+                raise TimelineError(f"{what} = {value!r}: must be from {low:g} to {MOST.seconds:g}")
         if (self.end_s < self.start_s).any() or (self.transfer_end_s < self.transfer_start_s).any():
             raise TimelineError("something ends before it starts")
 

@@ -256,6 +256,8 @@ def test_the_last_round_of_trials_may_be_cut_off(trials: tuple[Any, Path]) -> No
         ("transfers", lambda a: a + 9),
         ("transfer_end_s", lambda a: a[:-1]),
         ("peak_bytes", lambda a: a.astype(object)),
+        ("head", lambda a: np.array(json.dumps(json.loads(str(a)) | {"round_s": -1.0}))),
+        ("head", lambda a: np.array(json.dumps(json.loads(str(a)) | {"called_s": "now"}))),
     ],
 )
 def test_a_timeline_is_whole_or_refused(what: str, value: Any, tmp_path: Path) -> None:
