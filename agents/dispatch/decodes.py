@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,9 @@ def promising(
     tries: list[tuple[Dispatcher, Weights, int | None]]
     tries = [(way, own, None) for way, own in zip(ways, weights, strict=True)]
     tries.append((ways[0], no_network(), None))
-    for number in range(min(samples, PROMISES)):
+    for number, drawn in enumerate(draws(seed, min(samples, PROMISES))):
         way = number % len(ways)
-        tries.append((ways[way], weights[way], seed + number))
+        tries.append((ways[way], weights[way], drawn))
 
     best, best_s = 0, np.inf
     for number, (episode, network, drawn) in enumerate(tries):
@@ -50,6 +51,12 @@ def promising(
     episode, network, drawn = tries[best]
     episode.construct(network, scale, drawn)
     return episode, best_s
+
+
+def draws(seed: int, count: int) -> Iterator[int]:
+    """The seeds of so many samples: none of another ``seed`` is drawn alike."""
+    rng = np.random.default_rng(seed)
+    return (int(rng.integers(2**62)) for _ in range(count))
 
 
 def evaluate(search: Search, episode: Dispatcher) -> float:
@@ -143,11 +150,11 @@ class _Decodes:
 
     def sample(self, count: int, seed: int) -> None:
         """So many decodes that are drawn, of each way in turn."""
-        for number in range(count):
+        for number, drawn in enumerate(draws(seed, count)):
             if not self.search.left:
                 return
             way, ruled = number % len(self._ways), number // len(self._ways) % _RULE == 1
-            self._ways[way].construct(*self._decided_by(way, ruled), seed + number)
+            self._ways[way].construct(*self._decided_by(way, ruled), drawn)
             cost = self._evaluated(self._ways[way], ruled)
             if not ruled:
                 alike = abs(cost - self._greedy[way]) < _ALIKE * self._greedy[way]
@@ -155,7 +162,7 @@ class _Decodes:
 
     def draw_parts(self, until: float, seed: int) -> None:
         """Parts of the best are drawn anew ``until`` the search has so many evaluations."""
-        rng, num_ops = np.random.default_rng(seed), self.search.problem.num_ops
+        rng, num_ops = np.random.default_rng([seed, 1]), self.search.problem.num_ops
         most = max(_SHORT + 1, min(num_ops, _LONG))
         while self._source and self.search.left and self.search.num_evaluations + 1 <= until:
             width = int(np.exp(rng.uniform(np.log(_SHORT), np.log(most))))

@@ -69,6 +69,7 @@ from experiments.learned.folds import (
     UNLIKE,
     UNTRAINED,
     RulesThenDecodes,
+    policy_of,
     answered,
     best_by,
     families,
@@ -331,10 +332,9 @@ def unit_of(row: Row) -> Unit:
 
 def rows_of(unit: Unit, options: Options) -> Iterator[Row]:
     """Of one training."""
-    from agents.trained import TrainedPolicy
-
     files = files_of(unit, options)
-    policies = {arm: TrainedPolicy.load(path) for arm, path in files.items()}
+    # Before processes are forked, and before their clocks.
+    policies = {arm: policy_of(str(path)) for arm, path in files.items()}
     warm(RULES, [Objective(unit.objective)])
     for number, case in enumerate(judged(unit)):
         if not number:  # kernels, before processes are forked

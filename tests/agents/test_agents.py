@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from agents.dispatch.decodes import PROMISES
+from agents.dispatch.decodes import PROMISES, draws
 from agents.encoder import ILLEGAL, NetworkConfig, PlacementNet, PolicyError, greedy, sample
 from agents.planner import RELEASED, PolicyPlanner, _warm_up
 from agents.policy import PlacementPolicy
@@ -530,6 +530,11 @@ def test_the_search_goes_on_from_the_best(objective: Any) -> None:
     assert np.array_equal(answer.placement, again.placement)
 
 
+def test_samples_of_two_seeds_have_nothing_in_common() -> None:
+    drawn = [set(draws(seed, 64)) for seed in range(10)]
+    assert len(set.union(*drawn)) == 640
+
+
 def test_one_evaluation_is_for_the_decode_that_promises_the_most() -> None:
     net = TrainedPolicy.load(RELEASED).net
     gains = []
@@ -537,10 +542,10 @@ def test_one_evaluation_is_for_the_decode_that_promises_the_most() -> None:
         problem = families()[name](3).with_objective("latency")
         answer = PolicyPlanner(evaluations=1)(problem)
         assert answer.stats["evaluations"] == answer.stats["best_of_k_evaluations"] == 1
-        promises = []
+        promises, drawn = [], [*draws(0, PROMISES)]
         for backward in (False, True):
             episode = Dispatcher(problem, backward=backward)
-            for seed in (None, *range(backward, PROMISES, 2)):
+            for seed in (None, *drawn[backward::2]):
                 episode.construct(net.weights(episode.played), net.config.finish_weight, seed)
                 promises.append((episode.state.placed.finish_s.max(), episode.value_s()))
         assert answer.stats["promised_s"] <= min(promises)[0]
