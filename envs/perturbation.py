@@ -90,8 +90,19 @@ def _staying(problem: Problem, drop: float, rng: np.random.Generator) -> NDArray
     for d in rng.permutation(problem.num_devices):
         if rng.random() >= drop or stays.sum() <= 2:
             continue
-        stays[d] = False
-        room = problem.memory_bytes[stays].sum(dtype=np.float64)
-        if not runs[:, stays].any(axis=1).all() or room < 1.5 * problem.graph.param_bytes.sum():
-            stays[d] = True
+        left = stays.copy()
+        left[d] = False
+        left = _that_can(problem.cluster, left)
+        room = problem.memory_bytes[left].sum(dtype=np.float64)
+        enough = room >= 1.5 * problem.graph.param_bytes.sum() and left.sum() >= 2
+        if enough and runs[:, left].any(axis=1).all():
+            stays = left
     return np.flatnonzero(stays)
+
+
+def _that_can(cluster: Cluster, left: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Without devices that stream for one that is gone, or from a host that is."""
+    there = {d.name for d, stays in zip(cluster.devices, left, strict=True) if stays}
+    hosted = any(d.kind == "cpu" and d.name in there for d in cluster.devices)
+    able = [not d.streams or (hosted and d.streams in there) for d in cluster.devices]
+    return left & np.array(able)

@@ -4,7 +4,8 @@
 
 At batch 1, seconds between two results of a stream. With one thread: plain PyTorch, the faster of
 ``torch.compile`` and the same with freezing (under ``torch.no_grad``), and our runtime on one
-device, compiled. With two: the same two, and what ``optimize`` keeps. All of a case take turns,
+device, compiled. With two: the same two, two copies of PyTorch (processes with one core, one thread
+and the weights each, plain and compiled), and what ``optimize`` keeps. All of a case take turns,
 each with threads of its own; medians of the rounds. A second process then loads what was compiled,
 and a stream of five seconds says how much of both cores it uses. ``--placements``: so many random
 placements of compiled runs are predicted and measured, of the same five blocks, as every run that
@@ -15,20 +16,23 @@ and machines stay as they are.
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
 
 from experiments.runs import ended, in_turns, seconds_per_item, two_cores
-from experiments.study import Option, Options, Study, provenance, run, say
+from experiments.study import Option, Options, Study, StudyError, provenance, run, say
 from experiments.tables import Column, table
 from placement.capturing import capture
 from placement.cluster import cpu_model
@@ -48,6 +52,10 @@ WORKLOADS = ("resnet50", "bert_base", "bert_tiny_hidden128", "lstm", "dlrm", "in
 WORKLOADS += ("convnext", "gpt2")
 ROUND_S, STREAM_S = 0.2, 5.0  # of a round, as items may be short; and of the stream of both cores
 TURNS, ITEMS = 4, 24  # of random placements, and micro-batches of each
+TWO_CORES = ("plain, 2 core", "compiled, 2 core")
+PLAIN_COPIES, COPIES = "plain, 2 copies", "compiled, 2 copies"
+WAYS = ("plain, 1 core", "compiled, 1 core", "our run", *TWO_CORES, PLAIN_COPIES, COPIES, "kept")
+MAY_FAIL = ("compiled, 1 core", "compiled, 2 core", COPIES)
 BLOCKS = 5  # of which random placements are made: at most fifteen runs to compile
 SECOND = """
 import sys, time
@@ -114,9 +122,14 @@ def row(name: str, options: Options) -> dict[str, Any]:
     ways = {f"plain, {k} core": partial(called, plain, k, count) for k in (1, 2)}
     for k, call in by_torch.items():
         if call is not None:
-            ways[f"compiled, {k} core"] = partial(called, call, k, count)
+            ways[f"compiled, {k} core"] = partial(called, call.bare, k, count)
+    say(f"{name}: two copies of PyTorch")
+    copies = [Copy(name, core) for core in sorted(os.sched_getaffinity(0))[:2]]
+    ways |= {way: partial(side_by_side, copies, way, count) for way in copies[0].ways}
     ways |= {"our run": partial(streamed, one, count), "kept": partial(streamed, best, count)}
     took = {way: float(np.median(s)) for way, s in in_turns(ways, options.rounds).items()}
+    for copy in copies:
+        copy.close()
     share = cores_used(best, inputs, took["kept"])
     wrong = difference(one, module, inputs)
     facts: dict[str, Any] = {
@@ -124,7 +137,7 @@ def row(name: str, options: Options) -> dict[str, Any]:
         "machine": cpu_model(),
         "when": provenance()["when"],
         "ops": graph.num_ops,
-        **{f"{way}_s": took.get(way) for way in (*ways, "compiled, 1 core", "compiled, 2 core")},
+        **{f"{way}_s": took.get(way) for way in (*ways, *MAY_FAIL)},
         "by torch": "; ".join(x.what for x in by_torch.values() if x is not None) or None,
         "our compile_s": one.compile_s,
         "packed_bytes": one.packed_bytes,
@@ -138,6 +151,64 @@ def row(name: str, options: Options) -> dict[str, Any]:
     facts["second process_s"] = second_process_s(name)
     say(f"{name}: {options.placements} placements")
     return facts | prediction(graph, cluster, inputs, options.placements)
+
+
+class Copy:
+    """A process with the module and one thread on a core; it says when each of its items ended."""
+
+    def __init__(self, name: str, core: int) -> None:
+        code = f"from experiments.compiled import copied; copied({name!r}, {core})"
+        self.process = subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE)
+        self.ways: list[str] = self.told()
+
+    def ask(self, way: str, count: int) -> None:
+        """To run so many items."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{json.dumps([way, count])}\n".encode())
+        self.process.stdin.flush()
+
+    def told(self) -> Any:
+        """What it says next."""
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        raise StudyError("a copy of PyTorch ended: what it says is above")
+
+    def ends_of(self, count: int) -> list[float]:
+        """When each of the items ended that it was asked for."""
+        ends: list[float] = self.told()
+        assert len(ends) == count
+        return ends
+
+    def close(self) -> None:
+        """Ends it."""
+        self.process.communicate()
+
+
+def copied(name: str, core: int) -> None:
+    """What a copy does until nothing more is asked."""
+    import torch
+
+    torch.set_num_threads(1)
+    module, inputs = load(name)
+    args, kwargs = split_inputs(inputs)
+    by_torch = torch_compiled(module, inputs, two_cores(), lambda *_: None)
+    calls = {PLAIN_COPIES: inferring(module)}
+    if by_torch is not None:
+        calls[COPIES] = by_torch.bare
+    os.sched_setaffinity(0, {core})
+    print(json.dumps([*calls]), flush=True)
+    for line in sys.stdin:
+        way, count = json.loads(line)
+        print(json.dumps(ended(calls[way](*args, **kwargs) for _ in range(count))), flush=True)
+
+
+def side_by_side(copies: Sequence[Copy], way: str, count: int) -> float:
+    """Seconds between two results of copies that run at once, each so many items."""
+    for copy in copies:
+        copy.ask(way, count)
+    each_s = [seconds_per_item(copy.ends_of, count) for copy in copies]
+    return 1 / sum(1 / s for s in each_s)
 
 
 def cores_used(runner: Runner, inputs: Any, period_s: float) -> float:
@@ -201,20 +272,25 @@ def _ratio(a: str, b: str) -> Callable[[Any], float | None]:
     """By how much ``b`` is faster than the fastest of the ways ``a``."""
 
     def ratio(row: Any) -> float | None:
-        took = [row[f"{x}_s"] for x in a.split(" / ") if row[f"{x}_s"] is not None]
+        took = [s for x in a.split(" / ") if (s := row.get(f"{x}_s")) is not None]
         return min(took) / row[f"{b}_s"] if took else None
 
     return ratio
 
 
-ONE, TWO = "compiled, 1 core", "plain, 2 core / compiled, 2 core"
-RATIOS = {"one device": _ratio(ONE, "our run"), "two devices": _ratio(TWO, "kept")}
+THREADS, TWO_COPIES = " / ".join(TWO_CORES), f"{PLAIN_COPIES} / {COPIES}"
+BEST = "two devices, against the best of both"
+RATIOS = {
+    "one device, against compiled": _ratio("compiled, 1 core", "our run"),
+    "two devices, against two threads": _ratio(THREADS, "kept"),
+    "two devices, against two copies": _ratio(TWO_COPIES, "kept"),
+    BEST: _ratio(f"{THREADS} / {TWO_COPIES}", "kept"),
+}
 
 
-def copies(row: Any) -> float | None:
-    """By how much what is kept is faster than two copies that do not slow each other."""
-    ratio = _ratio("plain, 1 core / compiled, 1 core", "kept")(row)
-    return None if ratio is None else ratio / 2
+def took(way: str) -> Callable[[Any], float | None]:
+    """Of a row; earlier ones did not have all of the ways."""
+    return lambda row: row.get(f"{way}_s")
 
 
 def parts(found: Any, options: Options) -> dict[str, Any]:
@@ -225,12 +301,6 @@ def parts(found: Any, options: Options) -> dict[str, Any]:
         if values:
             mean = geometric_mean(values)
             lines.append(f"* {name}: {mean:.2f}x, geometric mean; {min(values):.2f}x at least")
-    if two := [x for x in map(copies, found) if x is not None]:
-        lines.append(
-            f"* two devices, against two copies of PyTorch with one thread each, if neither slowed "
-            f"the other (which was not measured): {geometric_mean(two):.2f}x, and {min(two):.2f}x "
-            "at least"
-        )
     errors = [r["error"] for r in found if r["error"] is not None]
     ranks = [r["rank"] for r in found if r["rank"] is not None]
     if errors:
@@ -245,13 +315,9 @@ COLUMNS = (
     Column("workload", "workload"),
     Column("machine", "machine"),
     Column("measured", "when"),
-    *(
-        Column(f"{way}{'s' * way.endswith('2 core')}", f"{way}_s", 2, 1e3, " ms")
-        for way in ("plain, 1 core", ONE, "our run", "plain, 2 core", "compiled, 2 core", "kept")
-    ),
+    *(Column(f"{way}{'s' * way.endswith('2 core')}", took(way), 2, 1e3, " ms") for way in WAYS),
     Column("what is kept", "kept"),
-    *(Column(f"{name}, against compiled", ratio, 2, unit="x") for name, ratio in RATIOS.items()),
-    Column("two devices, against two copies", copies, 2, unit="x"),
+    *(Column(name, ratio, 2, unit="x") for name, ratio in RATIOS.items()),
     Column("torch.compile", "by torch"),
     Column("our compiling", "our compile_s", 0, unit=" s"),
     Column("packed", "packed_bytes", 0, 2**-20, " MiB"),

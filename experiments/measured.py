@@ -13,7 +13,7 @@ batch, and those runs count. Every way has ``--runs`` of them in all:
   uses;
 * ``bandit``: the best ``ARMS`` placements by the simulator, of searches with several seeds and of
   rules; sequential halving (Karnin, Koren and Somekh, ICML 2013) decides which runs again. With
-  100 runs the first round has 16, so the others never run;
+  100 runs the first round has 16 to 20 of them, so others never run;
 * ``PPO``: ``sequential`` with message passing, stable-baselines3, warm-started at ``best_of``;
 * ``group-relative``: ``dispatch`` with message passing, from the untrained network, a rule;
 * ``group-relative, pre-trained``: the same after ``PRETRAINED`` steps on the same problem in the

@@ -222,7 +222,7 @@ def row(stack: Stack, rounds: int, num_microbatches: int, repeats: int) -> dict[
     with torch_threads(cores):
         by_torch = torch_compiled(module, items[0], cluster, lambda *_: None)
     if by_torch is not None:
-        calls[COMPILED] = by_torch
+        calls[COMPILED] = by_torch.bare
     with ExitStack() as opened:
         peer = opened.enter_context(Peer(stack, num_microbatches, cluster))
         ways = {PEER: peer.run}

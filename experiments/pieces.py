@@ -122,7 +122,7 @@ def compare(
     plain = {PLAIN[0]: inferring(module)}
     compiled = torch_compiled(module, inputs, cluster, lambda *_: None)
     if compiled is not None:
-        plain[PLAIN[1]] = compiled
+        plain[PLAIN[1]] = compiled.bare
     one: Any = np.zeros(graph.num_ops, np.int32)
     runners = {way: Runner(graph, cluster, one, max_in_flight=1) for way in OURS[:2]}
     for way, own in cuts.items():

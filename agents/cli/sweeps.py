@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from placement.tools.files import csv_text, parse_json, parse_yaml, write_atomic
 RESULT = "result.json"
 STATUSES = ("finished", "failed", "unfinished")
 _NOT_OF_THE_RESULT = ("tracker", "launcher", "resume", "parallel", "json")
-_OWN_COLUMNS = ("planner", "workload", "seed")
+_ENTRIES = ("planner", "workload")
 _NUM_NAMED = 20
 
 
@@ -280,7 +281,7 @@ def aggregate(jobs: Sequence[SweepJob], num_jobs: int = 0) -> Report:
         if row.planner.startswith(SINGLE):
             continue
         settings = [k for k in varied if k in job.overrides]
-        setting = " ".join(f"{k.split('.')[-1]}={job.overrides[k]}" for k in settings)
+        setting = " ".join(_setting(k, job.overrides[k]) for k in settings)
         seed = job.overrides.get("seed", "") if row.seed is None else str(row.seed)
         speedup = row.measured_speedup if is_measured else row.speedup
         if speedup is None:
@@ -322,11 +323,38 @@ class _Sample(NamedTuple):
 
 
 def _varied(jobs: Sequence[SweepJob]) -> list[str]:
-    """Keys that not all jobs have alike, but for columns and what does not change a result."""
+    """Keys that not all jobs have alike, but for columns and what does not change a result.
+
+    A planner and a workload are columns, unless one name stands in several of their texts.
+    """
     begun = [job.overrides for job in jobs if job.overrides]
-    keys = dict.fromkeys(k for overrides in begun for k in overrides if k not in _OWN_COLUMNS)
+    keys = dict.fromkeys(k for overrides in begun for k in overrides if k != "seed")
     counted = [k for k in keys if k.split(".")[0] not in _NOT_OF_THE_RESULT]
-    return [k for k in counted if len({overrides.get(k) for overrides in begun}) > 1]
+    texts = {k: {overrides.get(k) for overrides in begun} for k in counted}
+    return [k for k in counted if len(texts[k]) > 1 and (k not in _ENTRIES or _again(texts[k]))]
+
+
+def _again(texts: Iterable[str | None]) -> bool:
+    """Whether one name stands in several: with other options, or beside others."""
+    names = Counter(name for text in texts for name in {x[0] for x in _listed(text)})
+    return max(names.values(), default=0) > 1
+
+
+def _setting(key: str, text: str) -> str:
+    """Of a planner that has a column its options, else ``key=value``."""
+    listed = _listed(text)
+    if key in _ENTRIES and len(listed) == 1:
+        return " ".join(listed[0][1:])
+    return f"{key.split('.')[-1]}={text}"
+
+
+def _listed(text: str | None) -> list[list[str]]:
+    """The words of each entry of an override."""
+    try:
+        value = parse_yaml(text or "[]")
+    except ValueError:  # a pattern, such as *_tiny
+        value = text
+    return [str(entry).split() for entry in (value if isinstance(value, list) else [value])]
 
 
 def _middle(samples: Sequence[_Sample]) -> _Sample:

@@ -196,13 +196,13 @@ def _trained(
     solutions = None
     if cfg.warm_start == "imitation":
         path = run.folder / "solutions.npz"
-        if not cfg.resume:  # of another expert, or machine
+        if not cfg.resume:
             path.unlink(missing_ok=True)
         solutions = solve(
-            machines,
+            {f"{name} {_digest(p, expert)}": p for name, p in machines.items()},
             expert,
             path,
-            lambda name, part: run.report(f"{name}: expert", part),
+            lambda key, part: run.report(f"{key.rpartition(' ')[0]}: expert", part),
             parallel=cfg.parallel,
         )
     return train(
@@ -336,11 +336,16 @@ def _remembered(planner: Planner, path: Path, resume: bool) -> Planner:
         path.unlink(missing_ok=True)
 
     def answer(problem: Problem) -> Solution:
-        what = json.dumps([problem_fingerprint(problem), describe(planner)], sort_keys=True)
-        key = hashlib.sha256(what.encode()).hexdigest()
-        return Solution(solve({key: problem}, planner, path)[0], np.nan)
+        answered = solve({_digest(problem, planner): problem}, planner, path)
+        return Solution(answered[0], np.nan)
 
     return answer
+
+
+def _digest(problem: Problem, planner: Planner) -> str:
+    """SHA-256 (hex) of what an answer depends on."""
+    what = json.dumps([problem_fingerprint(problem), describe(planner)], sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()
 
 
 def _held_out(names: Collection[str], share: float, seed: int) -> list[str]:

@@ -42,7 +42,8 @@ class Training(BaseCallback):
 
     Before every rollout: the weight of the entropy falls; ``num_checks`` times all problems are
     checked, and the weights of the best check are kept; a row of the metrics is written; after a
-    check, all that the rest of the training depends on: to go on exactly.
+    check, all that the rest of the training depends on: to go on exactly, from where all episodes
+    begin anew.
 
     Attributes:
         config: with the formulation's defaults.
@@ -87,6 +88,7 @@ class Training(BaseCallback):
         self.best_speedup = self.last_speedup = 0.0
         self.held_out_speedup = np.nan
         self.best_weights = deepcopy(net.state_dict())
+        self._begun = -tasks.longest(config) * env.num_envs  # when all episodes did, in steps
         self.greedy_s: NDArray[np.float64] = np.full(len(tasks.problems.problems), np.inf)
         self.resumed: dict[str, Any] | None = None
         self.started = self._update_began = time.perf_counter()
@@ -187,8 +189,12 @@ class Training(BaseCallback):
             if due:
                 self.check()
             self.record()
-            state = self.save() if due else None
+            # After a checkpoint episodes begin anew: not before the longest can have ended.
+            played = self.steps - self._begun
+            whole = played >= self.tasks.longest(config) * self.env.num_envs
+            state = self.save() if due and whole else None
         if state is not None:
+            self._begun = self.steps
             self._begin_again(state)
         now = time.perf_counter()
         self._update_s, self._update_began = now - self._update_began, now
@@ -224,7 +230,8 @@ class Training(BaseCallback):
         tasks, seconds = self.tasks, self.greedy_s
         if self.held_out is not None:
             tasks = self.held_out
-            choices, seconds, _ = tasks.answers(self.config, net)
+            choices, seconds, used = tasks.answers(self.config, net)
+            rules.num_evaluations += used
             self.held_out_speedup = _speedup(tasks, seconds)
         self.last_greedy = _mean_reward(tasks, choices, seconds)
         self.last_speedup = _speedup(tasks, seconds)

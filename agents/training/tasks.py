@@ -28,6 +28,7 @@ from envs.problem_set import (
 from envs.rules import Rules
 from placement.planners import load
 from placement.problem import Placement, Planner, Problem
+from placement.search.evaluation import single_devices
 from placement.simulator import score
 
 
@@ -65,12 +66,14 @@ class Tasks:
         store: their graphs.
         starts: int32 ``[N]`` per problem, devices renamed; None: no start.
         start_s: float64 ``[P]``, inf: no start.
+        evaluations: that this took.
     """
 
     problems: ProblemSet
     store: GraphStore
     starts: Sequence[Placement | None]
     start_s: NDArray[np.float64]
+    evaluations: int = 0
 
     @classmethod
     def of(cls, problems: Sequence[Problem], config: TrainConfig, start: Start) -> Tasks:
@@ -89,15 +92,25 @@ class Tasks:
         for i, placement in enumerate(starts):
             if placement is not None:
                 start_s[i] = chosen.values(i, choice_of(problems[i], placement)[None])[0]
-        reference_s = start.reference_s
+        reference_s, evaluations = start.reference_s, sum(s is not None for s in starts)
         if reference_s is None:
+            alone = (p for p, s in zip(problems, start_s, strict=True) if not np.isfinite(s))
+            evaluations += sum(len(single_devices(p)) for p in alone)
             reference_s = [
                 max(s, 1e-12) if np.isfinite(s) else single_device_s(p, chosen.evaluator)
                 for p, s in zip(problems, start_s.tolist(), strict=True)
             ]
         chosen = ProblemSet.build(problems, reference_s, evaluator=chosen.evaluator)
         chosen = replace(chosen, reward=reward_of(config.reward))
-        return cls(chosen, GraphStore(problems, starts), starts, start_s)
+        # ``dispatch`` decodes without a start, so it learns without one.
+        seen = None if "whose" in config.kind.sees else starts
+        return cls(chosen, GraphStore(problems, seen), starts, start_s, evaluations)
+
+    def longest(self, config: TrainConfig) -> int:
+        """Steps of the longest episode."""
+        by_operator = "whose" in config.kind.sees  # and not by group
+        each = (p.num_ops if by_operator else p.graph.num_groups for p in self.problems.problems)
+        return config.kind.steps or max(each)
 
     def rules(self, config: TrainConfig, num_envs: int) -> Rules:
         """The rules that ``config`` plays by; what improves placements begins at the starts."""

@@ -91,10 +91,11 @@ def train(
     several = "problems are held out" if held_out else "a generator makes others"
     if (held_out or config.generator) and hasattr(begins.evaluator, "run"):
         raise PolicyError(ONE_RUNTIME.format(several))
-    generator = None
+    generator, progress = None, None
     if config.generator:
         are_listed = isinstance(problems, str | Sequence)
         generator = generator_of(config.generator if are_listed else problems)  # type: ignore[arg-type]
+        progress = getattr(generator, "progress", None)
         problems = samples_of(config, generator)
     assert not callable(problems) and not isinstance(problems, str)
     tasks = Tasks.of(problems, config, begins)
@@ -106,12 +107,18 @@ def train(
         set_random_seed(config.seed)
         net = make_policy(config) if policy is None else deepcopy(policy.net)
         env = make_env(config, tasks, generator)
+        others_used = 0 if held_out_tasks is None else held_out_tasks.evaluations
+        env.rules.num_evaluations += tasks.evaluations + others_used
         agent = make_agent(config, env, net, tasks)
         origin = _origin(config, tasks, begins, held_out_tasks)
         folder = None if out_dir is None else Path(out_dir)
         parts = config, tasks, held_out_tasks, origin, env, net, folder, generator, callback
         training = Training(*parts)
-        _learn(training, agent, begins.solutions, resume)
+        try:
+            _learn(training, agent, begins.solutions, resume)
+        finally:  # or the next training's checks would be drawn by what this one was told
+            if progress is not None:
+                training.tell(progress)
     return training.trained()
 
 
@@ -181,7 +188,6 @@ def make_env(
     env = PlacementVecEnv(Episodes(tasks.rules(config, num_envs), config.seed, config.repeats))
     choices = tasks.problems.choices(tasks.starts)
     env.rules.keep(np.arange(len(choices)), choices, tasks.start_s)
-    env.rules.num_evaluations += sum(s is not None for s in tasks.starts)
     return env
 
 

@@ -69,7 +69,6 @@ from experiments.learned.folds import (
     UNLIKE,
     UNTRAINED,
     RulesThenDecodes,
-    policy_of,
     answered,
     best_by,
     families,
@@ -77,6 +76,7 @@ from experiments.learned.folds import (
     measured,
     others,
     percent,
+    policy_of,
     rounded,
     untrained,
 )

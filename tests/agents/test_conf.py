@@ -586,7 +586,12 @@ def test_train_on_synthetic_problems(run, tmp_path):
     one = ["training.formulation=one_shot", "training.network.encoder=dag", "hydra.run.dir=i"]
     run("train", *words, *imitate, *one)
     both = ["giph-0", "giph-0/0", "giph-1", "giph-1/0"]
-    assert sorted(load_solutions(tmp_path / "i" / "solutions.npz")) == both
+    solved = load_solutions(tmp_path / "i" / "solutions.npz")
+    assert sorted(key.partition(" ")[0] for key in solved) == both
+    # An interrupted run that begins anew does not imitate what another expert found.
+    (tmp_path / "i" / "checkpoint.pt").unlink()
+    run("train", *words, *imitate, *one, "resume=true", "expert='random_search evaluations=1'")
+    assert len(load_solutions(tmp_path / "i" / "solutions.npz")) == 8
     # A formulation of one's own in the working directory is found while the settings are read.
     text = "from envs.formulations import Formulation\nown = Formulation('own_steps:own', 'x:Env')"
     (tmp_path / "own_steps.py").write_text(text)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,14 @@ import torch
 from gymnasium import spaces
 
 from agents.encoder import NetworkConfig, PolicyError
-from agents.trained import TrainedPolicy
+from agents.store import GraphStore
+from agents.trained import TrainedPolicy, make_net
 from agents.training import TrainConfig, train
 from agents.training.callbacks import Row
 from agents.training.expert import _batches, demonstrations, load_solutions, solve
+from agents.training.tasks import Start, Tasks
 from agents.training.trainer import PerGraphBuffer
-from envs.problem_set import Measured, ProblemSet, canonical
+from envs.problem_set import Measured, ProblemSet, Sizes, canonical
 from experiments.study import ROOT
 from placement import workloads
 from placement.capturing import capture
@@ -257,6 +260,52 @@ def test_every_evaluation_is_counted(formulation: Any) -> None:
     warm = [load("heft")(problem).placement]
     policy = train([problem], config=config, warm=warm, evaluator=count)
     assert policy.card["evaluations"] == total
+    total = 0  # no start, so that devices alone are the references; and what is held out
+    policy = train([problem], config=config, held_out=[layered(1, 3, 3, 2)], evaluator=count)
+    assert policy.card["evaluations"] == total
+
+
+def test_problems_much_larger_than_the_others_earn_rewards() -> None:
+    """Episodes begin anew after a checkpoint, and not before the longest can have ended."""
+    seen = Counter[int]()
+
+    def count(problem: Problem, placements: Any) -> Any:
+        seen[problem.num_ops] += len(placements)
+        return score(problem, placements)
+
+    some = [chain([[1, 2]] * 2) for _ in range(5)]
+    train([*some, chain([[1, 2]] * 60)], config=TrainConfig(2000, network=SMALL), evaluator=count)
+    assert seen[60] > 2 + 11  # devices alone, and checks
+
+
+def test_dispatch_learns_from_the_graphs_that_it_decodes() -> None:
+    """Its decodes know no start, so what it learns from has none."""
+    problem = layered(0, 3, 3, 2)
+    network = {"scorer": 8, "encoder": "sage", "layers": 1}
+    config = TrainConfig(64, "dispatch", network=network)
+    tasks = Tasks.of([problem], config, Start(baseline=load("heft")))
+    assert tasks.starts[0] is not None
+    net = make_net(config.network, "dispatch")
+    ids = torch.zeros(1, dtype=torch.long)
+    learned, decoded = (net.encode(s, ids).devices for s in (tasks.store, GraphStore([problem])))
+    assert torch.equal(learned, decoded)
+
+
+class Growing:
+    """Deeper problems the further a training is; as ``examples/own_generator.py``."""
+
+    progress, sizes = 0.0, Sizes(7, 2, 6)
+
+    def __call__(self, rng: np.random.Generator) -> Problem:
+        return chain(rng.random((3 + int(4 * self.progress), 2)))
+
+
+def test_what_a_training_tells_a_generator_is_forgotten_after_it(tmp_path: Path) -> None:
+    generator, config = Growing(), TrainConfig(400, num_envs=2, network=SMALL, samples=2)
+    stop = lambda row: row["steps"] < 200  # noqa: E731
+    train(generator, config=config, out_dir=tmp_path, callback=stop)
+    assert generator.progress == 0.0
+    train(generator, config=config, out_dir=tmp_path, resume=True)  # the same problems for checks
 
 
 def test_checkpoints_of_something_else(tmp_path: Path) -> None:

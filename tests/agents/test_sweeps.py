@@ -318,6 +318,20 @@ def test_what_else_was_swept_is_a_setting_of_its_own() -> None:
     assert values == {"walk patience=1": pytest.approx(0.5), "walk patience=2": pytest.approx(0.25)}
 
 
+@pytest.mark.parametrize(
+    ("texts", "labels"),
+    [
+        (("'walk k=8'", "'walk k=64'"), {"walk k=8", "walk k=64"}),
+        (("walk", "[walk,heft]"), {"walk", "walk planner=[walk,heft]"}),
+        (("walk", "*alk"), {"walk"}),
+    ],
+)
+def test_a_planner_with_other_options_is_another_setting(texts: Any, labels: set[str]) -> None:
+    values = (0.5, 0.25)
+    jobs = [finished(x, row("walk", 0, s), planner=x) for x, s in zip(texts, values, strict=True)]
+    assert {a.label for a in aggregate(jobs).aggregates} == labels
+
+
 def test_measured_speedups_are_reported_where_all_are_measured() -> None:
     measured = replace(row("walk", 0, 0.5), measured_speedup=1.5, num_rounds=3)
     assert aggregate([finished("0", measured, seed="0")]).aggregates[0].speedup == 1.5

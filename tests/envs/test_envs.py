@@ -27,7 +27,7 @@ from placement.problem import Problem
 from placement.runs.trials import TrialError
 from placement.simulator import score, simulate
 from tests.problems import chain as edges_of
-from tests.problems import random_problem, small_problem
+from tests.problems import random_problem, small_problem, with_twins
 from tests.runtimes import Biased
 
 IDS = ("envs:DevicePlacement-v0", "envs:SequentialDevicePlacement-v0", "envs:Dispatch-v0")
@@ -408,6 +408,8 @@ def test_perturbed_machines() -> None:
         factor = [x.bandwidth_bytes_per_s / before[x.src, x.dst] for x in links]
         assert factor == pytest.approx(factor[:1] * len(links))
         assert {d for x in links for d in (x.src, x.dst)} <= set(p.cluster.device_names)
+    for seed in range(4):  # a device that streams goes with the one whose memory it shares
+        assert len(Perturbation(drop=1.0, variants=10)([with_twins(seed, 6, 4)])) == 11
     with pytest.raises(EnvError, match="variants = -1 must be at least 0"):
         Perturbation(variants=-1)
     alone = DevicePlacementEnv([problem], perturbation=Perturbation(variants=0))
