@@ -196,6 +196,16 @@ def test_for_machines(files: tuple[Path, Path], replan: Any) -> None:
     assert same[0] == same[1] and set(same[0].values()) == {"c"}
 
 
+def test_what_is_pinned_goes_there(files: tuple[Path, Path], replan: Any) -> None:
+    plan, problem = files
+    for gone in ((), ("--without", "b")):
+        pins = ("--on", "op0=c", "--on", "op5=a", "--evaluations", "60", "--json")
+        got = replan(plan, *gone, problem, *pins).json
+        assert got["assignment"]["op0"] == "c" and got["assignment"]["op5"] == "a"
+    every = replan(plan, problem, "--on", "op*=b", "--evaluations", "1", "--json").json
+    assert set(every["assignment"].values()) == {"b"}, "though the plan has them elsewhere"
+
+
 def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], replan: Any) -> None:
     plan, problem = files
     second, third = plan.with_name("2.json"), plan.with_name("3.json")
@@ -221,6 +231,9 @@ def test_a_plan_that_can_be_replanned_again(files: tuple[Path, Path], replan: An
         ("a", ("--profile", "p.npz"), "--profile is for models"),
         ("a", ("--planner", "heft"), "--start is for a planner that searches from a placement"),
         ("a", ("--objective", "latency"), "--objective: with --start it is the plan's"),
+        ("a", ("--pieces", "2"), "--pieces: with --start it is the plan's"),
+        ("a", ("--on", "op0"), "--on 'op0': write NAME=DEVICE"),
+        ("a", ("--on", "op0=a"), "op0=a: no such device; use one of ['b', 'c']"),
     ],
 )
 def test_mistakes(without, more, message, files, replan):
@@ -234,6 +247,22 @@ def test_the_problem_must_be_named(files: tuple[Path, Path], tmp_path: Path, rep
     save(chain(7), tmp_path / "other.json")
     said = replan(files[0], "--without", "a", tmp_path / "other.json", code=BAD_INPUT).err
     assert "6 operators in the plan, 7 here" in said
+
+
+def test_a_file_is_read_as_it_was_planned(tmp_path: Path, replan: Any, says: Any) -> None:
+    row = "node{} -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, "
+    row += "activation_size=8, parameter_size=4\n"
+    path = tmp_path / "graph.txt"
+    path.write_text("".join(row.format(k) for k in range(6)) + "\tnode0 -- node1\n")
+    read = ("--devices", "6", "--bandwidth", "1e9", "--mode", "inference")
+    plan = tmp_path / "plan.json"
+    says(["plan", path, *read, "--planner", "heft", "--out", plan])
+    got = replan(plan, path, *read, "--without", "acc:5", "--evaluations", "9", "--json").json
+    assert "acc:5" not in got["assignment"].values() and got["feasible"] is True
+    said = replan(plan, path, *read[:4], code=BAD_INPUT).err
+    assert "6 operators in the plan, 12 here" in said
+    said = replan(plan, "tiny_mlp", "--devices", "6", code=BAD_INPUT).err
+    assert "--devices: with --start it is the plan's" in said
 
 
 def test_activations_that_no_longer_fit(tmp_path: Path, replan: Any) -> None:

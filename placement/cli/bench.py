@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +110,8 @@ def _one(args: argparse.Namespace, planner: Any, cases: Sequence[Case]) -> int:
                 except FormatError as error:
                     rows.append(unread(case, str(error)))
                 if args.out and key not in done:
-                    object_ = answer(args.suite, args.planner, rows, **facts)
+                    kept = [*rows, *_to_come(done, rows)]
+                    object_ = answer(args.suite, args.planner, kept, **facts)
                     write_atomic(args.out, json.dumps(object_, indent=1, allow_nan=False) + "\n")
     finally:
         if rows:
@@ -163,6 +164,14 @@ def _finished(
     return {
         (row.problem, count): row for row in rows if not row.unread for count in (row.devices, None)
     }
+
+
+def _to_come(
+    done: Mapping[tuple[str, int | None], BenchRow], rows: Sequence[BenchRow]
+) -> list[BenchRow]:
+    """Rows of an earlier run whose cases are not among ``rows``: their file keeps them."""
+    seen = {(row.problem, row.devices) for row in rows}
+    return [row for key, row in done.items() if key[1] is not None and key not in seen]
 
 
 def _show(args: argparse.Namespace, rows: Sequence[BenchRow]) -> None:

@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
             cli.say(str(error))
             return cli.NO
         if start is not None:
-            planner = _searching_from(start, planner, args)
+            planner = _searching_from(start, planner, problem, args)
         began = clock()
         if problem.cluster.streaming:
             report("sizing buffers", None)
@@ -248,8 +248,10 @@ def _start(args: argparse.Namespace) -> Plan | None:
             f"{args.start} names no model that is shipped: name what it is of, a problem file or "
             "package.module:function, behind placement plan"
         )
-    files = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
-    for name in ("cluster", "predict", "mode", "optimizer", "dim", "objective", *files):
+    names = ["predict", "optimizer", "pieces", "objective"]
+    if not cli.is_file(args.workload):  # of a file no plan says how it was read
+        names += ["cluster", "mode", *_names_for_file()]
+    for name in names:
         if getattr(args, name) is not None:
             raise cli.UsageError(
                 f"--{name.replace('_', '-')}: with --start it is the plan's; leave it out"
@@ -267,18 +269,23 @@ def _left(args: argparse.Namespace, start: Plan, report: cli.Progress) -> Proble
     from placement.replan import remaining
 
     _check_settings(args)
+    pins = _pins(args)
     without = [name.strip() for text in args.without or () for name in text.split(",")]
     if args.without and not any(without):
         raise cli.UsageError(
             f"--without names no device; devices are {[d.name for d in start.cluster.devices]}"
         )
-    problem = _changed(args, problem_of(start, args.workload, args.profile, report))
+    problem = problem_of(start, args.workload, args.profile, report, **_for_file(args))
     start.placement(problem.graph, problem.cluster)  # or it says what differs
-    return remaining(problem, without) if without else problem
+    problem = _changed(args, problem)
+    problem = remaining(problem, without) if without else problem
+    return problem.pinned(pins) if pins else problem
 
 
-def _searching_from(start: Plan, planner: Any, args: argparse.Namespace) -> Planner:
-    """The planner with what ``start`` decided as its first placement.
+def _searching_from(
+    start: Plan, planner: Any, problem: Problem, args: argparse.Namespace
+) -> Planner:
+    """The planner with what ``start`` decided as its first placement, as far as it may stay.
 
     Raises:
         UsageError: it does not begin with a placement.
@@ -287,7 +294,12 @@ def _searching_from(start: Plan, planner: Any, args: argparse.Namespace) -> Plan
     from placement.search.planner import options_of
 
     if "start" in options_of(planner):
-        return replace(planner, start=Kept(tuple(start.assignment.values())))
+        number = {name: d for d, name in enumerate(problem.cluster.device_names)}
+        stay = [
+            name if name in number and problem.supported[n, number[name]] else ""
+            for n, name in enumerate(start.assignment.values())
+        ]
+        return replace(planner, start=Kept(tuple(stay)))
     if not start.phases:
         raise cli.UsageError(
             f"--start is for a planner that searches from a placement, e.g. macro_search or "
@@ -514,7 +526,7 @@ def _show(
         then = f"; next: {cli.run_command(args.out, args.workload)}" if here else ""
         if served:  # there is nothing that could run here
             to = served.runs_in(plan)
-            out = {"vllm": "vllm.env", "llama_cpp": "llama.args"}[to]
+            out = {"vllm": "vllm.env", "llama_cpp": "llama.ot"}[to]
             then = f"; next: placement export {shlex.quote(args.out)} --to {to} --out {out}"
             then += " (--list: others)"
         cli.say(f"plan written to {args.out}{then}")
@@ -564,12 +576,17 @@ def check_budget(args: argparse.Namespace) -> None:
 
 def load_problem(args: argparse.Namespace, report: cli.Progress, served: Served | None) -> Problem:
     """The problem of the arguments, with what they pin to a device there."""
+    pins = _pins(args)
+    problem = _problem(args, report, served)
+    return problem.pinned(pins) if pins else problem
+
+
+def _pins(args: argparse.Namespace) -> dict[str, str]:
+    """Device by operator or module, of ``--on``. Raises: UsageError, it is no such pair."""
     wrong = [text for text in args.on if not all(text.rpartition("="))]
     if wrong:
         raise cli.UsageError(f"--on {wrong[0]!r}: write NAME=DEVICE, as encoder.layer.0=cpu:0")
-    problem = _problem(args, report, served)
-    pins = {name: device for name, _, device in (text.rpartition("=") for text in args.on)}
-    return problem.pinned(pins) if pins else problem
+    return {name: device for name, _, device in (text.rpartition("=") for text in args.on)}
 
 
 def _problem(args: argparse.Namespace, report: cli.Progress, served: Served | None) -> Problem:
@@ -579,17 +596,28 @@ def _problem(args: argparse.Namespace, report: cli.Progress, served: Served | No
         cli.say_if_predicted(args.workload, problem)
         return problem
     _check_settings(args)
-    names = [name.replace("-", "_") for name, *_ in _FILE_OPTIONS]
-    for_file = {name: getattr(args, name) for name in names} | {"dims": _dims(args.dim)}
     if cli.is_file(args.workload):
-        problem = _in_file(args, for_file)
+        problem = _in_file(args)
         cli.say_if_predicted(args.workload, problem)
         return _changed(args, problem)
-    for name, value in for_file.items():
-        if value is not None:
-            option = name.replace("_", "-").replace("dims", "dim")
+    for name in _names_for_file():
+        if getattr(args, name) is not None:
+            option = name.replace("_", "-")
             raise cli.UsageError(f"--{option} is for problem files; {args.workload!r} is none")
     return _changed(args, _of_workload(args, report))
+
+
+def _names_for_file() -> list[str]:
+    """Arguments that are for a file only."""
+    return [*(name.replace("-", "_") for name, *_ in _FILE_OPTIONS), "dim"]
+
+
+def _for_file(args: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments say that a file does not, as ``importers.load`` takes it."""
+    options = {name: getattr(args, name) for name in ("mode", *_names_for_file())}
+    options["dims"] = _dims(options.pop("dim"))
+    options["cluster"] = None if args.cluster is None else cli.cluster_of(args.cluster)
+    return options
 
 
 def _check_second_j(args: argparse.Namespace, objective: str) -> None:
@@ -611,7 +639,7 @@ def _changed(args: argparse.Namespace, problem: Problem) -> Problem:
     return replace(problem, **{key: x for key, x in chosen.items() if x is not None})
 
 
-def _in_file(args: argparse.Namespace, options: dict[str, Any]) -> Problem:
+def _in_file(args: argparse.Namespace) -> Problem:
     from placement import importers
 
     if args.profile is not None:
@@ -619,9 +647,7 @@ def _in_file(args: argparse.Namespace, options: dict[str, Any]) -> Problem:
     for name in ("predict", "optimizer", "pieces"):
         if getattr(args, name) is not None:
             raise cli.UsageError(f"--{name} is for workloads; {args.workload!r} is a file")
-    if args.cluster is not None:
-        options = options | {"cluster": cli.cluster_of(args.cluster)}
-    return importers.load(args.workload, objective=args.objective, mode=args.mode, **options)
+    return importers.load(args.workload, objective=args.objective, **_for_file(args))
 
 
 def _of_workload(args: argparse.Namespace, report: cli.Progress) -> Problem:

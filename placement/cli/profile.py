@@ -146,7 +146,8 @@ def _features(args: argparse.Namespace) -> int:
     for n in range(graph.num_ops):
         words = {"operator": graph.op_name[n], "kind": graph.op_kind[n]}
         words |= {"class": CLASSES[described.op_class[n]], "module": graph.op_module[n]}
-        rows.append(words | {name: float(values[n]) for name, values in columns.items()})
+        figures = {name: profiled.number(float(x[n])) for name, x in columns.items()}
+        rows.append(words | figures)
     if args.out:
         write_atomic(args.out, csv_text(rows[0], (row.values() for row in rows)))
         cli.say(f"{len(rows)} operators written to {args.out}")
@@ -154,7 +155,7 @@ def _features(args: argparse.Namespace) -> int:
         source = "reference" if profile is None else profile.device_names[0]
         answer: dict[str, object] = {"workload": graph.name, "graph_fingerprint": graph.fingerprint}
         answer |= {"num_ops": graph.num_ops, "num_edges": len(graph.edges)}
-        answer |= {"critical_path_s": where.path_s, "seconds_from": source}
+        answer |= {"critical_path_s": profiled.number(where.path_s), "seconds_from": source}
         cli.print_json(answer | {"operators": rows})
         return cli.OK
     largest = sorted(range(graph.num_ops), key=lambda n: -seconds[n])[: cli.LIMITS.features]
@@ -167,7 +168,7 @@ def _features(args: argparse.Namespace) -> int:
             f"{described.intensity[n]:.3g}",
             f"{described.fan_in[n]:.0f}/{described.fan_out[n]:.0f}",
             f"{described.level[n]:.0f}",
-            "*" if where.critical[n] else cli.seconds(where.slack_s[n]),
+            "*" if where.critical[n] else profiled.seconds(where.slack_s[n]),
         ]
         for n in largest
     ]

@@ -23,7 +23,7 @@ def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -
     count = cluster.num_devices
     shown = [*unlike, *(d for d in range(count) if d not in unlike)][: cli.LIMITS.devices]
     rows = [_cells(graph, profile, n, shown) for n in expensive]
-    rows.append(["all operators", "", *map(cli.seconds, profile.compute_s.sum(axis=0)[shown])])
+    rows.append(["all operators", "", *map(seconds, profile.compute_s.sum(axis=0)[shown])])
     columns = ["operator", "kind", *(profile.device_names[d] for d in shown)]
     cli.print_table(f"{graph.name}: the most expensive operators", columns, rows)
     if len(shown) < count:
@@ -39,7 +39,7 @@ def show(graph: OpGraph, cluster: Cluster, profile: Profile, *, as_json: bool) -
 def summary(graph: OpGraph, cluster: Cluster, profile: Profile) -> dict[str, object]:
     """What machines read; the keys are a contract."""
     _, expensive, differ, _ = _noteworthy(cluster, profile)
-    total_s = profile.compute_s.sum(axis=0).tolist()
+    total_s = map(number, profile.compute_s.sum(axis=0).tolist())
     return {
         "workload": graph.name,
         "num_ops": graph.num_ops,
@@ -50,6 +50,16 @@ def summary(graph: OpGraph, cluster: Cluster, profile: Profile) -> dict[str, obj
         "most_different": [_row(graph, profile, n) for n in differ],
         "provenance": profile.provenance,
     }
+
+
+def number(x: float) -> float | None:
+    """For machines, whose JSON has no infinity: None, as where an operator cannot run."""
+    return x if isfinite(x) else None
+
+
+def seconds(x: float) -> str:
+    """For people."""
+    return cli.seconds(x) if isfinite(x) else "-"
 
 
 def _noteworthy(
@@ -68,7 +78,7 @@ def _noteworthy(
 
 
 def _row(graph: OpGraph, profile: Profile, n: int) -> dict[str, object]:
-    times = [x if isfinite(x) else None for x in profile.compute_s[n].tolist()]
+    times = map(number, profile.compute_s[n].tolist())
     return {
         "operator": graph.op_name[n],
         "kind": graph.op_kind[n],
@@ -78,5 +88,5 @@ def _row(graph: OpGraph, profile: Profile, n: int) -> dict[str, object]:
 
 
 def _cells(graph: OpGraph, profile: Profile, n: int, devices: list[int]) -> list[str]:
-    times = [cli.seconds(x) if isfinite(x) else "-" for x in profile.compute_s[n, devices]]
+    times = map(seconds, profile.compute_s[n, devices])
     return [graph.op_name[n], graph.op_kind[n].removesuffix(".default"), *times]

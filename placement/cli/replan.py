@@ -21,11 +21,12 @@ class NotMeasured(cli.UsageError):
 
 
 def problem_of(
-    plan: Plan, model: str | None, profile_path: str | None, report: cli.Progress
+    plan: Plan, model: str | None, profile_path: str | None, report: cli.Progress, **for_file: Any
 ) -> Problem:
     """The problem that ``plan`` decided, on the plan's devices.
 
     ``model``: what was planned, unless it is a shipped model: a function, or a problem file.
+    ``for_file``: what a file does not say, as ``importers.load`` takes it.
 
     Raises:
         UsageError: nobody says what was planned.
@@ -39,7 +40,7 @@ def problem_of(
     if spec is None:
         raise cli.UsageError(unnamed(plan, "name the file with --model FILE, or the function"))
     if cli.is_file(spec):
-        return problem_in_file(plan, profile_path, spec)
+        return problem_in_file(plan, profile_path, spec, **for_file)
     cluster = plan.cluster.build()
     profile = None if profile_path is None else Profile.load(profile_path)
     graph = plan.cut(cli.capture_workload(spec, report, plan.graph.mode, plan.graph.optimizer))
@@ -70,7 +71,7 @@ def cached_profile(graph: OpGraph, cluster: Cluster) -> Path:
     return next((p for p in paths if p.exists()), paths[0])
 
 
-def problem_in_file(plan: Plan, profile_path: str | None, path: str) -> Problem:
+def problem_in_file(plan: Plan, profile_path: str | None, path: str, **for_file: Any) -> Problem:
     """The problem in a file, with what ``plan`` decided and on its devices.
 
     Raises:
@@ -81,7 +82,7 @@ def problem_in_file(plan: Plan, profile_path: str | None, path: str) -> Problem:
 
     if profile_path is not None:
         raise cli.UsageError("--profile is for models; a problem file has its own")
-    problem = replace(importers.load(path), **decided(plan))
+    problem = replace(importers.load(path, **for_file), **decided(plan))
     planned = {d.name for d in plan.cluster.devices}
     # Replanned before: the file still has what was gone then.
     gone = [name for name in problem.cluster.device_names if name not in planned]

@@ -279,7 +279,8 @@ def _asked(args: argparse.Namespace) -> tuple[Decoder, Serving]:
     from placement.tools.named import meant
 
     others = ("profile", "predict", "optimizer", "microbatches", "in_flight", "second_j", "devices",
-              "bandwidth", "memory", "flops", "memory_bandwidth", "dim")  # fmt: skip
+              "bandwidth", "memory", "flops", "memory_bandwidth", "dim", "max_phases",
+              "pieces")  # fmt: skip
     wrong = [f"--{name.replace('_', '-')}" for name in others if getattr(args, name) is not None]
     if args.mode not in (None, "inference"):
         wrong.append(f"--mode {args.mode}")

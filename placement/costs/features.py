@@ -179,7 +179,10 @@ def _gaps(graph: OpGraph, kinds: tuple[str, ...], moved: Floats) -> tuple[Floats
 
 
 def slack(graph: OpGraph, seconds: Floats) -> Slack:
-    """Earliest starts and slack where operator ``n`` takes ``seconds[n]`` and transfers nothing."""
+    """Earliest starts and slack where operator ``n`` takes ``seconds[n]`` and transfers nothing.
+
+    Where an operator cannot run (inf), no slack is finite and nothing is critical.
+    """
     ready = np.zeros(graph.num_ops)
     tail = np.zeros(graph.num_ops)
     pairs = graph.edges[np.argsort(graph.edges[:, 1], kind="stable")].tolist()
@@ -188,8 +191,9 @@ def slack(graph: OpGraph, seconds: Floats) -> Slack:
     for src, dst in sorted(pairs, reverse=True):
         tail[src] = max(tail[src], tail[dst] + seconds[dst])
     path = float((ready + seconds + tail).max())
-    free = np.maximum(path - (ready + seconds + tail), 0.0)
-    return Slack(ready, free, free <= 1e-9 * path, path)
+    with np.errstate(invalid="ignore"):
+        free = np.maximum(path - (ready + seconds + tail), 0.0)
+    return Slack(ready, free, np.isfinite(free) & (free <= 1e-9 * path), path)
 
 
 PARAMETERS = (

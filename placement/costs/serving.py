@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import Cluster, Device
+from placement.cluster import Cluster, Device, pairs_of
 from placement.costs.efficiency import Peak, RatesError
 from placement.costs.predictors.roofline import calibrate, is_here
 from placement.costs.runtimes import NOTHING, TILE, Cost, Runtime, runtime_of
@@ -435,10 +435,11 @@ def min_batch(decoder: Decoder, cluster: Cluster) -> int | None:
         return None
     rates = peaks(decoder, cluster)
     host, gpu = hosts[0], max(gpus, key=lambda d: rates[d].bytes_per_s)
-    names = cluster.device_names[host], cluster.device_names[gpu]
-    link = next((x for x in cluster.links if (x.src, x.dst) == names), None)
-    if link is None:
+    ends = pairs_of(cluster.links, cluster.device_names)
+    links = [x for a, b, x in ends if host in np.ravel(a) and gpu in np.ravel(b)]
+    if not links:
         return None
+    link = links[-1]  # of a pair the last counts
 
     def pays(tokens: int) -> bool:
         asked = Serving(Phase.PREFILL, tokens, 1, tokens)

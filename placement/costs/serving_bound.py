@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from placement.cluster import Cluster
+from placement.cluster import Cluster, pairs_of
 from placement.costs.efficiency import Peak
 from placement.costs.serving import Phase, Serving, peaks, serving_problem
 from placement.importers.decoder import Decoder, Part
@@ -75,13 +75,14 @@ def least(decoder: Decoder, cluster: Cluster, serving: Serving) -> float:
     served = np.append(0.0, np.cumsum(read[hottest]))
     work = sum(_work(part, serving) for part in decoder.parts)
     least_s = work / sum(peak.flops_per_s for peak in rates)
+    link_rates = np.zeros((len(order), len(order)))
+    for a, b, link in pairs_of(cluster.links, cluster.device_names):  # of a pair the last counts
+        link_rates[a, b] = link.bandwidth_bytes_per_s
     for count in range(len(order)):
-        fast, others = set(order[:count]), order[count:]
+        fast, others = order[:count], order[count:]
         room = sum(cluster.devices[d].memory_bytes for d in fast)
-        names = {cluster.device_names[d] for d in fast}
-        links = [x for x in cluster.links if x.dst in names and x.src not in names]
         rate = sum(rates[d].bytes_per_s for d in others)
-        rate += sum(x.bandwidth_bytes_per_s for x in links)
+        rate += link_rates[np.ix_(others, fast)].sum()
         least_s = max(least_s, (served[-1] - np.interp(room, upto, served)) / rate)
     return float(least_s)
 

@@ -443,9 +443,10 @@ def _einsum(node: Any, x: Sequence[Tensor], y: Sequence[Tensor]) -> int:
     return 2 * y[0].size * math.prod(size[c] for c in summed)
 
 
-def _attention(node: Any, x: Sequence[Tensor], y: Sequence[Tensor]) -> int:
-    """Query times keys, and weights times values."""
-    return 4 * x[0].size * x[1].shape[-2]
+def _attention(node: Any, x: Sequence[Any], y: Sequence[Tensor]) -> int:
+    """Query times keys, and weights times values; cached ones (input 4) come before the new."""
+    cached = x[4].shape[-2] if len(x) > 4 and x[4] else 0
+    return int(2 * (x[1].shape[-2] + cached) * (x[0].size + y[0].size))
 
 
 _OPERATIONS: dict[str, Count] = {

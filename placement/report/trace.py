@@ -33,8 +33,8 @@ def write_trace(
 def read_traces(path: str | Path) -> list[Timeline]:
     """The timelines of a file that ``write_trace`` wrote, or ``Timeline.to_trace`` gave.
 
-    Peak memory and loaders are not in a
-    trace, and times are rounded to what microseconds in floating point hold.
+    Of loaders and of parameters that are streamed nothing is read. Peak memory is not in a trace,
+    and times are rounded to what microseconds in floating point hold.
 
     Raises:
         TimelineError: it cannot be read, is not such a trace, or does not say whether it was
@@ -50,15 +50,21 @@ def read_traces(path: str | Path) -> list[Timeline]:
         raise TimelineError(f"{path}: not a trace of ours ({error!r})") from error
 
 
+def _is_run(event: dict[str, Any]) -> bool:
+    """Of an operator; what is sent or loaded has no operator, parameters no micro-batch."""
+    return {"operator", "micro_batch"} <= event["args"].keys()
+
+
 def _timeline(events: list[dict[str, Any]]) -> Timeline:
     """What the tracks of one process say."""
     named = {e["name"]: e["args"]["name"] for e in events if e["ph"] == "M"}
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [e for e in events if e["ph"] == "X"]
-    ran = [e for e in slices if "operator" in e["args"]]
+    ran = [e for e in slices if _is_run(e)]
     sent = [e for e in slices if "tensor" in e["args"]]
-    # Devices come first; then a track "a -> b" per pair of devices that talk, then the loader.
-    others = {e["tid"] for e in slices if "operator" not in e["args"]}
+    # Devices come first; then a track "a -> b" per pair of devices that talk, those of parameters
+    # that are streamed, and the loader.
+    others = {e["tid"] for e in slices if not _is_run(e)}
     devices = [name for tid, name in sorted(tracks.items()) if tid < min(others, default=np.inf)]
     if len(devices) > MOST.joined:
         raise ValueError(f"{len(devices)} devices, at most {MOST.joined} are read")

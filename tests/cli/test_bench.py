@@ -373,6 +373,10 @@ def test_the_others_are_run_where_a_file_is_damaged(data: Path, tmp_path: Path, 
         assert [row["feasible"] for row in got["rows"]] == [True, False, True]
         assert got["unsolved"] == 1 and "aa.json: not valid JSON" in got["rows"][1]["note"]
         assert "aa: no answer" in err and err.count("\n") == 1
+        kept = [row["problem"] for row in json.loads(Path(out).read_text())["rows"]]
+        assert kept == ["a", "aa", "b"], "what is finished stays"
+    says(["bench", *argv, "--out", out, "--only", "aa"], BAD_INPUT)
+    assert len(json.loads(Path(out).read_text())["rows"]) == 3, "also what --only leaves out"
 
 
 def test_every_suite_says_where_it_is_from() -> None:

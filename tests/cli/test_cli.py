@@ -515,6 +515,19 @@ def test_profile_shows_where_unlike_devices_differ(capsys: pytest.CaptureFixture
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_profile_with_an_operator_that_a_device_cannot_run(capsys: Any) -> None:
+    graph = graph_of(2, chain(2), 8, op_name=["x", "y"])
+    cluster = Cluster("c", (Device("cpu:0"), Device("cuda:0", kind="cuda")))
+    times = np.array([[4e-3, 1e-3], [3e-3, np.inf]])
+    profile = Profile(cluster.device_names, times, np.zeros((2, 2)))
+    profiled.show(graph, cluster, profile, as_json=True)
+    got = json.loads(capsys.readouterr().out)
+    assert got["total_s"] == {"cpu:0": pytest.approx(7e-3), "cuda:0": None}
+    profiled.show(graph, cluster, profile, as_json=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["all", "operators", "7", "ms", "-"] in rows
+
+
 def test_profiles_of_many_devices_fit_into_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     graph = graph_of(1, [], 8, op_name=["block.0.linear_projection" * 3])
     cluster = Cluster("c", tuple(Device(f"cpu:{i}") for i in range(40)))

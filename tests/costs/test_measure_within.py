@@ -12,6 +12,7 @@ from placement.costs.measure import measure
 from placement.costs.measure_within import choose, measure_within, part, predict_here
 from placement.costs.predictors import LatencyError
 from placement.costs.predictors.roofline import Roofline
+from placement.profile import Profile
 from placement.program import run_program
 from placement.workloads import load
 from tests.problems import written
@@ -129,3 +130,17 @@ def test_features_as_a_command(says, tmp_path: Path) -> None:
     assert any(row["critical"] for row in answer["operators"])
     assert "on the critical path" in says(["profile", "tiny_cnn", "--features"]).out
     says(["profile", "no_such.json", "--features"], 2)
+
+
+def test_features_where_the_device_cannot_run_an_operator(says, tmp_path: Path) -> None:
+    graph = graph_of("tiny_mlp")
+    times = np.full((graph.num_ops, 2), 1e-3)
+    times[2, 0] = np.inf
+    profile = Profile(("a", "b"), times, np.zeros_like(times), graph_fingerprint=graph.fingerprint)
+    profile.save(tmp_path / "profile.npz")
+    words = ["profile", "tiny_mlp", "--features", "--profile", tmp_path / "profile.npz"]
+    said = says([*words, "--json"])
+    row = said.json["operators"][2]
+    assert row["seconds"] is None and row["slack_s"] is None and row["critical"] == 0
+    assert said.json["critical_path_s"] is None and "Warning" not in said.err
+    assert "nan" not in says(words).out

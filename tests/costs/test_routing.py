@@ -190,6 +190,19 @@ def test_a_bound_by_hand() -> None:
     assert least(model, large, prompt) == pytest.approx(work / 2e15)
 
 
+def test_a_link_for_many_is_that_of_each_and_the_last_one_counts() -> None:
+    model, asked = decoder(MIXTRAL | SMALL), Serving(Phase.DECODE, 1)
+    slow = Link("cpu:*", "*", 1e-5, 2e9)
+    for links, spelt in (
+        ((slow,), replace(slow, src="cpu:0", dst="cuda:0")),
+        ((slow, *HOME.links), HOME.links[0]),  # from the processor to the GPU
+    ):
+        assert (spelt.src, spelt.dst) == ("cpu:0", "cuda:0")
+        many, same = (replace(HOME, links=x) for x in (links, (spelt,)))
+        assert min_batch(model, many) == min_batch(model, same) is not None
+        assert least(model, many, asked) == least(model, same, asked)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_no_plan_beats_the_bound(data: st.DataObject) -> None:

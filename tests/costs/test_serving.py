@@ -1,6 +1,7 @@
 """Devices of the library, and decoders that serve on them: seconds and bytes by hand."""
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -282,14 +283,17 @@ def test_devices_without_work_are_named_with_the_reason(tmp_path: Path, says: An
     assert "are idle" not in said(4)
 
 
-def test_a_gguf_file_without_its_tensors(tmp_path: Path, says: Any) -> None:
+def test_a_gguf_file_without_its_tensors(tmp_path: Path, says: Any, monkeypatch: Any) -> None:
     _, devices = written(tmp_path, LLAMA)
     path = problems.written(tmp_path / "model.gguf", gguf_llama(experts=8))
     argv = ["plan", str(path), "--cluster", devices, "--context", "512", "--planner", "layer_dp"]
     out, stderr = says([*argv, "--out", tmp_path / "plan.json"])
     assert "for decode, a context of 512 x 1 predicted" in " ".join(out.split())
     assert "\n decode " in out and "latency" not in out and "period" not in out
-    assert f"next: placement export {tmp_path}/plan.json --to llama_cpp --out llama.args" in stderr
+    monkeypatch.chdir(tmp_path)
+    command = stderr.partition("next: placement ")[2].partition(" (--list")[0]
+    says(shlex.split(command))
+    assert Path("llama.ot").exists() and Path("llama.args").exists()
     assert "KV cache" in out and "tokens/s at a context of 512 (" in out
     says([*argv, "--out", tmp_path / "b.json", "--objective", "serve"])
     out = says(["diff", tmp_path / "plan.json", tmp_path / "b.json"]).out
@@ -308,6 +312,7 @@ def test_a_gguf_file_without_its_tensors(tmp_path: Path, says: Any) -> None:
         (["--context", "9", "--prompt", "10"], "a prompt of 10 tokens"),
         (["--context", "9", "--predict", "roofline"], "--predict is not for language models"),
         (["--context", "9", "--microbatches", "2"], "--microbatches is not for language models"),
+        (["--context", "9", "--max-phases", "2", "--pieces", "2"], "--max-phases, --pieces is not"),
     ],
 )
 def test_commands_that_are_wrong(words: list[str], text: str, tmp_path: Path, says: Any) -> None:

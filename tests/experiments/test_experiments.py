@@ -286,7 +286,8 @@ def test_the_first_table_compares_what_is_kept_with_the_best_of_pytorch(tmp_path
     file = json.loads((study.RESULTS / "compiled.json").read_text())
     took = {"plain, 2 core_s": 0.01, "compiled, 2 core_s": 0.008, "kept_s": 0.005}
     first = {k: v for k, v in file["rows"][0].items() if "copies" not in k} | took
-    file["rows"] = [first | x for x in ({}, {"compiled, 2 core_s": None}, {"plain, 2 copies_s": 6e-3})]
+    changes = {}, {"compiled, 2 core_s": None}, {"plain, 2 copies_s": 6e-3}
+    file["rows"] = [first | change for change in changes]
     (tmp_path / "compiled.json").write_text(json.dumps(file))
     head, _, compiled, without, copies = results.first_table(tmp_path).splitlines()
     assert "| compiled, 2 cores | compiled, 2 copies | ours, 1 core | ours, 2 cores |" in head

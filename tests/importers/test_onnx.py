@@ -306,6 +306,20 @@ def test_operators_of_onnxruntime(tmp_path: Path) -> None:
     assert work_of(path)[0] == [2 * 96 * 27, 96, 2 * 144 * 4]
 
 
+@pytest.mark.parametrize("width", [128, 64])
+def test_attention_over_cached_keys(width: int, tmp_path: Path) -> None:
+    """Every query with each of 4,096 keys, of which 512 are new; values may be narrower."""
+    query = 32 * 512
+    shapes = {"q": [1, 32, 512, 128], "k": [1, 8, 512, 128], "v": [1, 8, 512, width]}
+    past = {"pk": [1, 8, 3584, 128], "pv": [1, 8, 3584, width]}
+    cases = ("qkv", ["y"], shapes, 512), ([*"qkv", "", *past], [*"yab"], shapes | past, 4096)
+    for names, results, tensors, keys in cases:
+        nodes, opset = [node("Attention", names, results)], [helper.make_opsetid("", 23)]
+        inputs = [value(name, shape) for name, shape in tensors.items()]
+        path = saved(tmp_path, nodes, inputs, [value("y", None)], opset_imports=opset)
+        assert work_of(path)[0] == [2 * query * (128 + width) * keys]
+
+
 def test_half_a_spectrum_is_the_default(tmp_path: Path) -> None:
     nodes = [node("STFT", ["x", "step", "", "size"], ["y"])]
     weights = [helper.make_tensor(x, INT64, [], [v]) for x, v in (("step", 8), ("size", 16))]

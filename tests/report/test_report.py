@@ -14,12 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement.cluster import Cluster, Device, Link
 from placement.report import gantt, table, trace
 from placement.report.gantt import PlotError, merged, plot_gantt, text_gantt
 from placement.report.pareto import plot_pareto
 from placement.report.row import Row
 from placement.report.table import Comparison
+from placement.simulator import simulate
 from placement.timeline import Timeline
+from tests import problems as by_hand
 
 
 def pipeline(num_microbatches: int = 3) -> Timeline:
@@ -243,6 +246,19 @@ def test_trace_has_a_process_per_timeline_and_a_track_per_device(tmp_path: Path)
     down = [e for e in slices if e["name"] == "down" and e["args"]["micro_batch"] == 2]
     expected = [(0, tracks[0, "cpu:1"], 3e6, 1e6), (1, tracks[1, "cpu:1"], 3e6, 1.25e6)]
     assert [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in down] == expected
+
+
+def test_a_trace_with_streamed_parameters_is_read(tmp_path: Path) -> None:
+    gpu = Device("gpu", "cuda"), Device("s", "cuda", streams="gpu", buffer_bytes=100)
+    cluster = Cluster("c", (Device("cpu"), *gpu), (Link("cpu", "s", 0.0, 5.0),))
+    facts = {"tensor_bytes": 8, "param_bytes": 20, "num_microbatches": 2}
+    problem = by_hand.small_problem(np.ones((3, 3)), by_hand.chain(3), cluster=cluster, **facts)
+    line = simulate(problem, np.array([2, 2, 0]))
+    assert len(line.copies), "it streams"
+    (again,) = trace.read_traces(trace.write_trace(tmp_path / "trace.json", [line]))
+    assert again.device_names == line.device_names
+    assert again.placement.tolist() == line.placement.tolist()
+    np.testing.assert_allclose(again.start_s, line.start_s)
 
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch, tmp_path):
