@@ -282,11 +282,18 @@ class Problem:
     @cached_property
     def copy_s(self) -> Floats:
         """float64 ``[S, N]`` seconds to copy the parameters of each operator to each device that
-        streams, in the order of ``cluster.streaming``."""
+        streams, in the order of ``cluster.streaming``.
+
+        They come as tensors do, unless a link says how fast they are.
+        """
         g, (host, _) = self.graph, host_of(self)
-        streaming = self.cluster.streaming
-        latency_s = self._of_links(_latency_s)[host, streaming, None]
-        s_per_byte = self._of_links(_s_per_byte)[host, streaming, None]
+        streaming = np.array(self.cluster.streaming, np.intp)
+        joined = np.zeros((self.num_devices, self.num_devices), bool)
+        for a, b, _ in self._ends:
+            joined[a, b] = True
+        to = np.where(joined[host, streaming], streaming, self.worker[streaming])
+        latency_s = self._of_links(_latency_s)[host, to, None]
+        s_per_byte = self._of_links(_s_per_byte)[host, to, None]
         copies = np.bincount(g.param_use_op, minlength=self.num_ops)
         seconds: Floats = latency_s * copies + g.op_param_bytes * s_per_byte
         return seconds

@@ -19,6 +19,7 @@ from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.graph import OpGraph
 from placement.problem import Problem, ProblemError, Solution
 from placement.profile import Profile, ProfileError
+from placement.replan import remaining
 from placement.simulator import evaluate, score, simulate
 from tests.problems import (
     DIAMOND,
@@ -495,6 +496,41 @@ def test_what_has_no_room_is_streamed_through_two_buffers() -> None:
     with pytest.raises(ProblemError, match="'s' has no time of its own: leave that device out"):
         problem.with_objective("max_load")
     assert score(problem.by_loads, [1, 2, 2, 2]).tolist() == [6.0]  # of `s` alone
+
+
+def streaming(links: tuple[Link, ...], other: bool = False, **more: Any) -> Problem:
+    """Three operators in a row with 2 bytes, each 1 s on a GPU that may stream them by 4 bytes."""
+    power = {"busy_w": 0.0, "idle_w": 1.0}
+    hosts = [Device(name, **power) for name in (("cpu", "cpu2") if other else ("cpu",))]
+    card = Device("gpu", "cuda", busy_w=0.0, idle_w=0.0)
+    twin = replace(card, name="s", streams="gpu", buffer_bytes=4)
+    graph = graph_of(3, chain(3), 1, param_bytes=2)
+    facts = {"num_microbatches": 4, "max_in_flight": 1, "links": links} | more
+    seconds = [[9.0] * len(hosts) + [1.0, 1.0]] * 3
+    return problem_on(graph, seconds, cluster=Cluster("c", (*hosts, card, twin)), **facts)
+
+
+def test_parameters_come_as_tensors_do_where_no_link_says_how() -> None:
+    tensors, parameters = Link("cpu", "gpu", 0.0, 1.0), Link("cpu", "s", 0.0, 1.0)
+    told, free = streaming((tensors, parameters)), streaming((tensors, Link("cpu", "s")))
+    assert told.copy_s.tolist() == [[2, 2, 2]] and free.copy_s.tolist() == [[0, 0, 0]]
+    assert told.without_copies.copy_s.tolist() == [[0, 0, 0]]
+    line = simulate(streaming((tensors,)), [2, 2, 2])
+    assert line.start_s[0].tolist() == [2, 4, 6] and line.period_s == 6.0
+    # Without the processor whose memory it was they come from the other one.
+    two = streaming((parameters, Link("cpu2", "gpu", 0.0, 0.5)), other=True)
+    assert two.copy_s.tolist() == [[2, 2, 2]]
+    assert remaining(two, ["cpu"]).copy_s.tolist() == [[4, 4, 4]]
+
+
+def test_joules_are_of_the_wait_for_the_first_copy_too() -> None:
+    """1 W of the processor: 2 s until the first copy has come, then 3 operators of 4 items."""
+    links = Link("cpu", "gpu", 0.0, 1.0), Link("cpu", "s", 0.0, 1.0)
+    problem = streaming(links, objective="energy")
+    line = simulate(problem, [2, 2, 2])
+    assert (line.begin_s, line.start_s[0, 0]) == (0.0, 2.0)
+    assert line.energy_j == pytest.approx(4 * score(problem, [[2, 2, 2]])[0])
+    assert simulate(problem, [1, 1, 1]).energy_j == pytest.approx(12.0)  # nothing is copied
 
 
 def test_a_stream_of_items_is_as_slow_as_busy_devices_make_each_other() -> None:

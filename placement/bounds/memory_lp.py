@@ -107,8 +107,9 @@ class Placed:
         problem, size = self.problem, self.problem.copied_bytes
         for k, s in enumerate(self.problem.cluster.streaming):
             copy_s, w, terms = problem.copy_s[k], problem.worker[s], []
-            as_worker = (x[:, s] == x[:, w] for x in (self.alone_s, self.loaded_s))
-            if uses < 1.0 or not np.logical_and(*as_worker)[problem.supported[:, s]].all():
+            same = [x[:, s] == x[:, w] for x in (self.alone_s, self.loaded_s)]
+            as_worker = np.logical_and(*same) & problem.supported[:, w]
+            if uses < 1.0 or not as_worker[problem.supported[:, s]].all():
                 buffer, num_bytes = self.buffers[s]
                 rate = float((copy_s / np.maximum(size, 1)).max())
                 terms = [(buffer, -uses * num_bytes * rate)]

@@ -239,11 +239,15 @@ def sends(problem: Problem) -> bool:
 
 
 def _channels(problem: Problem) -> NDArray[np.int32]:
-    """That of each link, as in ``kernels.tables``; what takes no time needs none."""
+    """That of each link, as in ``kernels.tables``; one on which nothing takes time is not needed.
+
+    What takes no time waits, too, for what its channel carries.
+    """
     k = kernels.tables(problem)
     channel: NDArray[np.int32] = k.link_channel.copy()
     if not len(k.transfer_s):
-        channel[(k.link_latency_s == 0) & (k.link_s_per_byte == 0)] = problem.num_channels
+        free = (k.link_latency_s == 0) & (k.link_s_per_byte == 0)
+        channel[free & ~np.isin(channel, channel[~free])] = problem.num_channels
     return channel
 
 

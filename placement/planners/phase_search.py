@@ -74,7 +74,7 @@ class PhaseSearch:
             starts.append(_taking_turns(problem, starts[0]))
             search.consider(starts[1], 1)
         whole, copies = problem.graph.group, unrolled(problem, count)
-        while starts and search.left and count > 1:
+        while starts and search.left and search.num_left >= 2 and count > 1:
             share = 0.95 / len(starts)  # the simulator has the last word
             begin = starts.pop()[:, whole].ravel()
             seconds, left = search.seconds_left, search.num_left

@@ -20,7 +20,7 @@ from placement.objective import Objective
 from placement.planners import Among, load
 from placement.planners.even_layers import layer_units
 from placement.problem import Problem, Solution
-from placement.search.evaluation import Search
+from placement.search.evaluation import Search, single_devices
 from placement.search.list_schedule import room_bytes
 from placement.simulator import evaluate, score
 from placement.tools.lp import EXACT
@@ -76,10 +76,7 @@ class Residence:
 
     def __call__(self, problem: Problem) -> Solution:
         search = Search(problem, self.seconds, self.evaluations)
-        able = np.flatnonzero(np.isfinite(problem.group_compute_s).all(axis=0))
-        for d in able if len(able) else np.array([0]):
-            if search.left:
-                search.cost(np.full(problem.graph.num_groups, d, np.int32))
+        search.costs(single_devices(problem))
         bound = lower_bound(problem)
         if self.way == "exact":
             return search.solution(max(bound, self._exact(search)), way=self.way)

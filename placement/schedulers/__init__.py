@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from placement.problem import Placement, Problem
-from placement.schedule import Schedule
+from placement.schedule import Schedule, ScheduleError
 from placement.tools.named import Named
 
 
@@ -36,6 +36,23 @@ def check_one_phase(placement: Placement) -> None:
             f"the placement has {len(placement)} phases, in which micro-batches take turns; stages "
             "are ordered in one: use --scheduler list_order, or --max-phases 1"
         )
+
+
+def without_deadlock(problem: Problem, placement: Placement, schedule: Schedule) -> Schedule:
+    """The schedule, whose maker did not ask which buffers one micro-batch changes for the next.
+
+    Raises: SchedulerError, an operator would wait for a buffer that is changed after it.
+    """
+    if problem.graph.carried:
+        try:
+            schedule.check(problem.graph, problem.cluster, placement)
+        except ScheduleError as error:
+            raise SchedulerError(
+                "the order does not go with the buffers that each micro-batch changes for the next "
+                f"({error}); leave the scheduler out, or run one micro-batch at a time: "
+                "--scheduler list_order --in-flight 1"
+            ) from error
+    return schedule
 
 
 _SCHEDULERS: Named[Scheduler] = Named(__name__, "scheduler", SchedulerError)

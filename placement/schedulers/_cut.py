@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from placement.graph import components, levels, topological_order
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
-from placement.schedulers import check_one_phase
+from placement.schedulers import check_one_phase, without_deadlock
 
 Ints = NDArray[np.int32]
 
@@ -25,7 +25,7 @@ class Cut:
         level: int32 ``[n]`` most changes of device or direction on a path to the block.
         backward: bool ``[n]``.
         edges: int32 ``[E, 2]`` distinct (block, block that uses what it makes).
-        num_devices: ``D``.
+        problem, placement: what was cut.
     """
 
     label: Ints
@@ -33,7 +33,8 @@ class Cut:
     level: Ints
     backward: NDArray[np.bool_]
     edges: Ints
-    num_devices: int
+    problem: Problem
+    placement: Placement
 
     @property
     def num_blocks(self) -> int:
@@ -50,19 +51,22 @@ class Cut:
     @property
     def most_visits(self) -> int:
         """Of all devices."""
-        return max(len(self.visits(d)) for d in range(self.num_devices))
+        return max(len(self.visits(d)) for d in range(self.problem.num_devices))
 
     def schedule(self, key: ArrayLike) -> Schedule:
         """Every device runs its blocks by ``key [M, n]``, smallest first, then deepest level first.
 
         Operators of a block run in the order of their numbers.
+
+        Raises: SchedulerError, micro-batches would wait for buffers that later ones change.
         """
         keys, count = np.asarray(key, dtype=np.float64), len(self.label)
         batch, op = np.divmod(np.arange(len(keys) * count), count)
         block = self.label[op]
         order = np.lexsort((op, block, batch, -self.level[block], keys[batch, block]))
         rows, on = np.stack([op, batch], axis=1)[order], self.device[block[order]]
-        return Schedule(tuple(rows[on == d] for d in range(self.num_devices)), len(keys))
+        each = tuple(rows[on == d] for d in range(self.problem.num_devices))
+        return without_deadlock(self.problem, self.placement, Schedule(each, len(keys)))
 
 
 def cut(
@@ -111,7 +115,8 @@ def cut(
         levels(renumbered, len(order)),
         g.is_backward[first][order],
         renumbered,
-        problem.num_devices,
+        problem,
+        placement,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from placement.problem import Placement, Problem
 from placement.schedule import Schedule
+from placement.schedulers import without_deadlock
 from placement.simulator import list_schedule
 
 
@@ -22,4 +23,6 @@ class ListOrder:
     """
 
     def __call__(self, problem: Problem, placement: Placement, num_microbatches: int) -> Schedule:
-        return list_schedule(problem, placement, num_microbatches)
+        """Raises: SchedulerError, micro-batches would wait for buffers that later ones change."""
+        order = list_schedule(problem, placement, num_microbatches)
+        return without_deadlock(problem, placement, order)

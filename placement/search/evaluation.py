@@ -273,7 +273,8 @@ class Search:
         capacity = self.problem.memory_bytes
         if need is None or (need <= capacity).all():
             return value_s
-        overflow = (np.maximum(need - capacity, 0) / capacity).sum(axis=1)
+        room = np.maximum(capacity, 1)  # of page-locked memory a device may have none
+        overflow = (np.maximum(need - capacity, 0) / room).sum(axis=1)
         return np.where(overflow > 0, INFEASIBLE * (1 + overflow), value_s)
 
 
@@ -420,7 +421,8 @@ def cannot_fit(problem: Problem) -> str:
     """Why no placement whatever fits in memory; empty where arithmetic alone does not prove it.
 
     All parameters against all memory, and each colocation group against every device that can
-    run it: its parameters and, where activations count, the largest tensor that it produces.
+    run it: its parameters and, where activations count, the largest tensor that it produces. The
+    memory of a device that streams is for parameters alone.
     """
     g, memory = problem.graph, problem.memory_bytes
     need = int(g.param_bytes[np.unique(g.param_use)].sum())
@@ -431,22 +433,24 @@ def cannot_fit(problem: Problem) -> str:
             f"all devices together have {have}"
         )
     pairs = np.unique(np.stack([g.group[g.param_use_op], g.param_use], axis=1), axis=0)
-    needs = np.zeros(g.num_groups, np.int64)
-    np.add.at(needs, pairs[:, 0], g.param_bytes[pairs[:, 1]])
+    needs = np.zeros((g.num_groups, problem.num_devices), np.int64)
+    np.add.at(needs, pairs[:, 0], g.param_bytes[pairs[:, 1], None])
     if not problem.objective.is_analytic:
         largest = np.zeros(g.num_groups, np.int64)
         own = np.flatnonzero((g.tensor_src >= 0) & (g.tensor_root == np.arange(g.num_tensors)))
         np.maximum.at(largest, g.group[g.tensor_src[own]], g.tensor_bytes[own])
-        needs += largest
-    most = np.where(np.isfinite(problem.group_compute_s), memory, -1).max(axis=1)
-    if (needs <= most).all():
+        needs += np.outer(largest, problem.worker == np.arange(problem.num_devices))
+    never = np.iinfo(np.int64).max
+    over = np.where(np.isfinite(problem.group_compute_s), needs - memory, never)
+    if (over.min(axis=1) <= 0).all():
         return ""
-    group = int((needs - most).argmax())
+    group = int(over.min(axis=1).argmax())
+    d = int(over[group].argmin())
     first, *others = np.flatnonzero(g.group == group).tolist()
     with_it = f" with the {len(others)} that must share its device" if others else ""
     return (
         f"nothing can fit in memory: operator {first} ({g.op_name[first]!r}){with_it} needs "
-        f"{int(needs[group])} bytes, the largest device that can run it has {int(most[group])}"
+        f"{int(needs[group, d])} bytes, the largest device that can run it has {int(memory[d])}"
     )
 
 
@@ -466,9 +470,11 @@ def device_classes(problem: Problem) -> NDArray[np.int32]:
     if problem.cluster.streaming:  # each goes with the one that runs what is placed there
         shared = np.bincount(problem.worker, minlength=count)[problem.worker] > 1
         by_device.append(np.where(shared, np.arange(count), -1))
-    # Of those that share host memory only the first sends model inputs to those that do not.
+    # Of those that share host memory only the first sends model inputs to those that do not, and
+    # holds the parameters that are streamed.
     simulated = not problem.objective.is_analytic
-    if simulated and not kinds.all() and (problem.graph.tensor_src < 0).any():
+    feeds = simulated and not kinds.all() and (problem.graph.tensor_src < 0).any()
+    if feeds or problem.cluster.streaming:
         by_device.append(np.arange(count) == host)
     if problem.objective is Objective.ENERGY:
         by_device += [power.busy_w, power.idle_w]

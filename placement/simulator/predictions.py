@@ -124,13 +124,14 @@ def timeline_of(
     as long as those after the first are on average, and so long at least. The longest of them that
     is not longer is shown: what it lacks is before its first operator.
     """
-    called_s = None
+    called_s = 0.0 if len(copies[0]) else None  # the first operator may wait for its parameters
     if are_calls:
         finish_s = end_s.max(axis=1)
         took_s, mean_s = np.diff(finish_s), (finish_s[-1] - finish_s[0]) / (len(finish_s) - 1)
         m = 1 + int(np.where(took_s <= mean_s * NOT_LONGER, took_s, -1.0).argmax())
         since_s = float(finish_s[m] - max(mean_s, round_s))
-        called_s, start_s, end_s = 0.0, start_s[m : m + 1] - since_s, end_s[m : m + 1] - since_s
+        called_s = 0.0
+        start_s, end_s = start_s[m : m + 1] - since_s, end_s[m : m + 1] - since_s
         transfers = _since(since_s, *transfers, transfers[0][:, 1] == m)
         transfers[0][:, 1] = 0
         is_late = (copies[2] > finish_s[m - 1]) & (copies[1] < finish_s[m])

@@ -6,10 +6,17 @@ import pytest
 from placement.bounds import lower_bound, lower_bounds
 from placement.bounds.calls import Call, Regions, tighten
 from placement.bounds.pieces import Pieces
-from placement.cluster import Link
+from placement.cluster import Cluster, Device, Link
 from placement.problem import Problem
 from placement.simulator import score
-from tests.problems import chain, every_placement, random_problem, small_problem
+from tests.problems import (
+    chain,
+    every_placement,
+    graph_of,
+    problem_on,
+    random_problem,
+    small_problem,
+)
 
 
 def pieces_problem(seed: int) -> Problem:
@@ -98,3 +105,18 @@ def test_what_is_taken_in_keeps_the_reader_busy() -> None:
         bounds = lower_bounds(problem)
         assert bounds["latency"] == pytest.approx(3.3 + sent_s)
         assert bounds["period"] == pytest.approx(2.3 if sent_s else 2)
+
+
+def test_what_only_the_streaming_device_can_run_is_not_as_well_on_its_worker() -> None:
+    """Its first operator takes no time, as if there was a worker that could; then its 100 bytes
+    would come in every call. They have room, and come once."""
+    devices = Device("c"), Device("g", "gpu"), Device("s", "gpu", streams="g")
+    seconds = [[np.inf, np.inf, 0], [np.inf, 1, np.inf]]
+    problem = problem_on(
+        graph_of(2, chain(2), param_bytes=[100, 0]),
+        seconds,
+        cluster=Cluster("c", devices),
+        links=(Link("c", "s", 5.0),),
+        objective="latency",
+    )
+    assert lower_bound(problem) <= score(problem, [[2, 1]])[0] == 1.0

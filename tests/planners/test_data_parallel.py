@@ -83,6 +83,12 @@ def test_contracts(name: str) -> None:
         check_planner(load(name, **options), [replace(problem, max_phases=6)])
 
 
+@pytest.mark.parametrize("evaluations", range(1, 10))
+def test_a_search_over_phases_keeps_to_few_evaluations(evaluations: int) -> None:
+    problem = replace(chain([[1.0, 1.0]] * 2), max_phases=4)
+    check_planner(load("phase_search", start="heft", evaluations=evaluations), [problem])
+
+
 @given(st.integers(0, 10_000), st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
 def test_copies_of_a_graph_have_the_loads_of_its_phases(seed: int, phases: int) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from placement import importers
 from placement.bounds import lower_bounds
-from placement.cluster import Cluster, Link
+from placement.cluster import Cluster, Device, Link
 from placement.objective import Objective
 from placement.planners import PlannerError, find, load, names
 from placement.planners.phase_search import unrolled
@@ -24,6 +24,7 @@ from placement.search.evaluation import (
     Position,
     Search,
     can_move,
+    cannot_fit,
     device_classes,
     distinct_pairs,
     moves,
@@ -33,8 +34,10 @@ from placement.simulator import score
 from placement.testing import check_planner
 from placement.tools.limits import MOST
 from tests.problems import (
+    altered,
     chain,
     every_placement,
+    graph_of,
     problem_on,
     random_problem,
     small_problem,
@@ -750,6 +753,55 @@ def test_a_latency_of_no_time_is_the_best() -> None:
 def test_what_stays_on_a_gpu_is_decided_within_the_budget() -> None:
     solution = load("residence", evaluations=10)(with_twins(3))
     assert solution.stats["evaluations"] <= 10
+
+
+def test_residence_begins_where_every_operator_can_run() -> None:
+    apart = make([[1, np.inf], [np.inf, 1]], chain(2))
+    assert load("residence")(apart).placement.tolist() == [0, 1]
+
+
+def streaming(host: Device, cards: int, seconds: Any, *others: Device, **more: Any) -> Problem:
+    """A chain on processors and GPUs, each with a device that streams."""
+    gpus = [Device(f"g{i}", "gpu", memory_bytes=100) for i in range(cards)]
+    twins = [Device(f"s{i}", "gpu", streams=f"g{i}") for i in range(cards)]
+    cluster = Cluster("c", (host, *others, *gpus, *twins))
+    sizes = {k: more.pop(k) for k in ("param_bytes", "tensor_bytes") if k in more}
+    graph = graph_of(len(seconds), chain(len(seconds)), **sizes)
+    return problem_on(graph, seconds, cluster=cluster, **more)
+
+
+def test_what_is_too_large_for_no_page_locked_memory_does_not_fit() -> None:
+    """Two GPUs share one byte of it: each has none. One of them has room for one operator."""
+    host = Device("c", pinned_bytes=1)
+    problem = streaming(host, 2, [[10, 9, 9, 1, 1]] * 2, param_bytes=80, objective="latency")
+    assert problem.memory_bytes[3:].tolist() == [0, 0]
+    solution = load("single_device")(problem)
+    assert (solution.placement.tolist(), solution.value_s) == ([0, 0], 20.0)
+    check_planner(load("single_device"), [problem])
+
+
+def test_page_locked_memory_is_for_parameters_alone() -> None:
+    only = [[np.inf, np.inf, 1]]
+    for size, fits in ((100, True), (121, False)):
+        problem = streaming(Device("c"), 1, only, param_bytes=size, tensor_bytes=50)
+        problem = altered(problem, {"memory_bytes": lambda d: 120 if d.streams else 2**40})
+        assert np.isfinite(score(problem, [[2]])[0]) == fits
+        assert (not cannot_fit(problem)) == fits
+    assert "needs 121 bytes, the largest device that can run it has 120" in cannot_fit(problem)
+
+
+def test_the_processor_whose_memory_is_streamed_is_like_no_other() -> None:
+    """It has 105 bytes, of which 100 are streamed: an operator of 10 must be on the other one."""
+    host, other = (Device(name, memory_bytes=105) for name in ("c0", "c1"))
+    seconds = [[1, 1, np.inf, np.inf], [np.inf, np.inf, np.inf, 1]]
+    sizes = {"param_bytes": [10, 100], "objective": "latency"}
+    problem = streaming(host, 1, seconds, other, **sizes)
+    problem = altered(
+        problem, {"memory_bytes": lambda d: d.memory_bytes if d.kind == "cpu" else 2**40}
+    )
+    assert device_classes(problem).tolist() == [0, 1, 2, 3]
+    solution = load("contiguous_dp")(problem)
+    assert (solution.placement.tolist(), solution.value_s) == ([1, 3], 2.0)
 
 
 @pytest.mark.parametrize("name", ["heft", "local_search"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from placement.schedulers._cut import _joined, cut
 from placement.schedulers.interleaved import virtual_order
 from placement.schedulers.searched.work import work_of
 from placement.simulator import simulate, value_of
+from placement.testing import check_scheduler
 from tests.problems import altered, random_placement, random_problem, small_problem, with_twins
 from tests.problems import chain as edges
 
@@ -256,6 +258,20 @@ def test_zero_bubble_orders_pieces_in_several_turns_and_shared_weights() -> None
     tied = small_problem(np.ones((11, 3)), uses, tensor_bytes=1, graph=backward)
     place = np.array([0, 1, 2, 2, 1, 1, 1, 1, 1, 0, 2], np.int32)
     load("zero_bubble")(tied, place, 4).check(tied.graph, tied.cluster, place)
+
+
+def test_orders_that_buffers_forbid_are_refused() -> None:
+    """a and c share a device. a reads in the next micro-batch what c, which waits for b, writes."""
+    facts = {"group": [0, 1, 0], "graph": {"next_readers": {2: (0,)}}, "num_microbatches": 4}
+    problem = small_problem([[1, 1], [5, 5], [1, 1]], [(0, 1), (0, 2), (1, 2)], **facts)
+    case = problem, np.array([0, 1, 0], np.int32)
+    names = ["gpipe", "list_order", "one_f_one_b"]
+    for name in names + ["searched"] * bool(find_spec("ortools")):
+        check_scheduler(load(name), [case])
+    with pytest.raises(SchedulerError, match=r"the buffers .*deadlocks.*--in-flight 1"):
+        load("list_order")(*case, 4)
+    first, _ = load("list_order")(replace(problem, max_in_flight=1), case[1], 4).order
+    assert first[:4].tolist() == [[0, 0], [2, 0], [0, 1], [2, 1]]
 
 
 def test_what_several_operators_of_a_block_wait_for_is_sent_once() -> None:

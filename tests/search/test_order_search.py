@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from placement.cluster import Link
 from placement.plan import load_plan, make_plan
 from placement.planners import PlannerError, load
 from placement.planners.order_search import (
@@ -333,6 +334,19 @@ def test_the_best_of_all_placements_and_orders(like: Any) -> None:
 def test_the_contract() -> None:
     problems = [like(random_problem(s, 12, 3)) for s in range(3) for like in (plain, measured)]
     check_planner(OrderSearch(evaluations=300), problems)
+
+
+def test_what_takes_no_time_waits_for_what_its_channel_carries() -> None:
+    """a runs on d0, b on d1, whose tensor takes 10 s, and c (5 s) on d2, whose tensor takes none.
+
+    Both leave d0 by one channel, that of b first: 1 + 10 + 5 s.
+    """
+    out = Link("d0", "d1", 10.0, channel="out"), Link("d0", "d2", channel="out")
+    seconds = np.where(np.eye(3, dtype=bool), [1.0, 1.0, 5.0], np.inf)
+    tensors = [(0, 1, [1]), (0, 1, [2])]
+    problem = small_problem(seconds, tensors=tensors, links=out, objective="latency")
+    assert score(problem, [[0, 1, 2]])[0] == 16.0
+    check_planner(OrderSearch(evaluations=50), [problem])
 
 
 def test_it_begins_at_the_start() -> None:
