@@ -137,9 +137,12 @@ class OptimizedRunner(Runner):
     _one_s: float  # of the best device alone, as it is
     _by_torch: TorchCompiled | None = None
     _module: Callable[..., Any] | None = None  # called itself, where PyTorch is the fastest
+    _modes: Sequence[tuple[nn.Module, bool]] = ()  # of its parts: whether they were training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._module is None:
+        is_changed = any(part.training is not mode for part, mode in self._modes)
+        if self._module is None or is_changed or torch._C._is_any_autocast_enabled():
+            # The plan sees no mode of after the capture, and refuses autocast.
             return super().__call__(*args, **kwargs)
         program = self.graph.program
         assert program is not None
@@ -406,8 +409,10 @@ def fastest(
     runner.planned, runner.reached = planned, reached(problem, solution)
     runner._by_torch, runner.compiled_as = by_torch, "" if by_torch is None else by_torch.what
     if runner.kept in MODULE:
+        assert module is not None, "it took turns"
         runner.stop()
         runner._module = whole[runner.kept]
+        runner._modes = [(part, part.training) for part in module.modules()]
     return runner
 
 

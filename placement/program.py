@@ -183,7 +183,7 @@ class Program:
             elif (
                 isinstance(got, Tensor)
                 or type(got) is not type(example)
-                or (got != example and example == example)  # nan is unlike itself
+                or (got != example and (got == got or example == example))  # nan is unlike itself
             ):
                 shown = describe(got) if isinstance(got, Tensor) else repr(got)
                 raise InputError(

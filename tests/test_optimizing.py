@@ -232,6 +232,24 @@ def test_plain_pytorch_where_it_is_the_fastest(single, in_turns):
     assert " is the fastest here, so the runner calls the module itself; " in verdict(runner)
 
 
+@needs_two
+def test_modes_after_the_capture_are_not_seen_where_plain_pytorch_is_the_fastest(in_turns) -> None:
+    """Else what is computed would depend on what was the fastest."""
+    in_turns(plan=1e-3, single=2e-3, plain=0.9e-3)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Tanh()).eval()
+    with optimize(net, INPUT, quiet=True, compiled=False) as runner:
+        assert runner.kept == "plain"
+        expected = net(INPUT).detach()
+        net.train()
+        torch.testing.assert_close(runner(INPUT), expected)
+        torch.testing.assert_close([*runner.stream([INPUT] * 2)], [expected] * 2)
+        net.eval()
+        refused = pytest.raises(RunnerError, match="autocast is on around the call")
+        with torch.autocast("cpu", torch.bfloat16), refused:
+            runner(INPUT)
+        assert torch.equal(runner(INPUT), expected)
+
+
 @pytest.mark.parametrize(
     ("took", "kept", "is_compiled"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from placement import exporters, pieces, planners
 from placement.cluster import Cluster, Device
 from placement.costs.calibration import _for_calibration
 from placement.executor import RunnerError
+from placement.executor.distributed import save_weights, with_weights
 from placement.pieces.choose import Factor, least
 from placement.pieces.decide import Moves, Options, decide, options_of
 from placement.pieces.rules import SUM, WHOLE, Rule, Window, bounds, known_rules, rules_of, sizes
@@ -157,7 +159,7 @@ def test_rows_of_a_convolution() -> None:
     assert Rule((window._replace(least=True),), (), (2,), zeros=(5,)) in rules
 
 
-def test_neighbours_hand_over_rows_only() -> None:
+def test_neighbours_hand_over_rows_only(tmp_path: Path) -> None:
     """Two convolutions in halves of the image: of what is made in between one row goes over."""
     torch.manual_seed(0)
     convs = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
@@ -175,8 +177,11 @@ def test_neighbours_hand_over_rows_only() -> None:
     one_row = 4 * 2 * 8
     assert sorted(crossing.values())[:2] == [one_row, one_row]
     assert len(crossing) == 3  # and a half, for the result
-    with placement.Runner(cut, devices(), where) as runner:
-        torch.testing.assert_close(runner(x), module(x))
+    save_weights(graph, tmp_path / "weights.safetensors")  # in which there is no padding
+    read = with_weights(cut, tmp_path / "weights.safetensors", range(len(cut.program.params)))
+    for graph in (cut, read):
+        with placement.Runner(graph, devices(), where) as runner:
+            torch.testing.assert_close(runner(x), module(x))
 
 
 def test_every_piece_has_rows() -> None:
@@ -296,10 +301,12 @@ def test_pieces_of_parameters_are_views_so_that_one_that_is_written_to_is_seen()
         module[0].weight.mul_(2.0)
     with placement.Runner(cut, devices(), cut.piece) as runner:
         torch.testing.assert_close(runner(*inputs), module(*inputs))
-        before, module[0].weight.data = module[0].weight.data, torch.ones(64, 64)
-        for _ in range(2):
-            with pytest.raises(RunnerError, match=r"weight\[0:0\]' has got other memory"):
-                runner(*inputs)
+        before = module[0].weight.data
+        for data in (torch.ones(64, 64), before.t()):  # other memory, or another view of it
+            module[0].weight.data = data
+            for _ in range(2):
+                with pytest.raises(RunnerError, match=r"weight\[0:0\]' has got other memory"):
+                    runner(*inputs)
         module[0].weight.data = before
         torch.testing.assert_close(runner(*inputs), module(*inputs))
 

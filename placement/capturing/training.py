@@ -39,6 +39,7 @@ from placement.program import (
     input_spec,
     inputs_from_spec,
     split_inputs,
+    split_item,
 )
 
 TARGET = "target"  # the name of the loss function's second argument among the inputs
@@ -143,14 +144,13 @@ def flatten_example(program: Program, example: Any) -> list[Tensor]:
     Raises:
         InputError: it is unlike that example.
     """
-    if TARGET not in program.input_names or TARGET in program.arg_names:
-        return program.flatten_inputs(*split_inputs(example))
+    has_target = TARGET in program.input_names and TARGET not in program.arg_names
     try:
-        inputs, target = split_example(example)
-        args, kwargs = split_inputs(inputs)
+        inputs, target = split_example(example) if has_target else (example, None)
+        args, kwargs = split_item(inputs)
     except CaptureError as error:
         raise InputError(str(error)) from None
-    return program.flatten_inputs(args, {**kwargs, TARGET: target})
+    return program.flatten_inputs(args, {**kwargs, TARGET: target} if has_target else kwargs)
 
 
 def example_from_spec(spec: Mapping[str, Any]) -> Any:
@@ -176,7 +176,7 @@ def plain_step(
     losses = []
     for example in microbatches:
         inputs, target = split_example(example) if loss else (example, None)
-        args, kwargs = split_inputs(inputs)
+        args, kwargs = split_item(inputs)
         outputs = module(*args, **kwargs)
         value = loss_of(loss(outputs, target) if loss else outputs)
         value.backward()

@@ -53,12 +53,13 @@ from placement.tools.threads import torch_threads
 
 _CPU = torch.device("cpu")
 PLAIN, FROZEN, EAGER = "plain", "frozen", "eager"
-_FORMAT = 2  # of the files; to be raised with what artefacts of this module look like
+_FORMAT = 3  # of the files; to be raised with what artefacts of this module look like
 _FILES = ".so", ".json", ".bin"  # of an artefact: code, operands, constants
 _ENTRY = "inductor_entry_cpp"  # the function of the extension module, and its name
 _ADDRESS = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"  # where the extension looks for PyTorch's
 _LEAST = 3  # operators that compute something: a call of an artefact costs as much as two
-_ROUNDS, _LONG_S = 5, 0.5  # in which kinds take turns, and after which a kind is not timed again
+_ROUNDS, _LONG_S = 5, 0.5  # in which kinds take turns, and after which they take no fourth
+_LEAST_ROUNDS = 3  # the first is of what no cache holds yet
 _ALIGN = 64  # bytes: libraries read packed weights in lines of the cache
 _MKLDNN = 3  # PyTorch's number of this layout
 _WORTH = 0.97  # of the time of a kind that needs less
@@ -183,6 +184,7 @@ class Built:
         operands: what it was called with: inputs of the graph, and constants.
         packed: by address, packed weights of linear layers: the layer's, for how many rows, by
             which library.
+        inlined: whether numbers that follow from parameters may be in its code.
         outputs: what it gave.
         seconds: how long it took.
     """
@@ -191,6 +193,7 @@ class Built:
     entry: Any
     operands: list[Tensor]
     packed: dict[int, tuple[Tensor, int, str]]
+    inlined: bool
     outputs: list[Tensor]
     seconds: float
 
@@ -220,6 +223,7 @@ def build(
         return entries[-1]
 
     packed: dict[int, tuple[Tensor, int, str]] = {}
+    inlined: list[fx.Node] = []  # those that are folded to so few numbers
     fold = ConstantFolder._deduce_value
 
     def folded(folder: Any, node: fx.Node) -> Any:
@@ -228,6 +232,8 @@ def build(
             if pack is not None and node.target is pack and isinstance(value, Tensor):
                 weights, rows = folder.fetch_args_kwargs_from_env(node)[0]
                 packed[torch.ops.mkldnn.data_ptr(value)] = weights, rows, library
+        if node.op == "call_function" and isinstance(value, Tensor) and value.numel() <= _INLINED:
+            inlined.append(node)
         return value
 
     def given(values: list[Tensor]) -> Any:
@@ -273,7 +279,8 @@ def build(
     if [*map(view_of, raw)] != [*map(view_of, outputs)]:
         raise Refused("what it makes shares memory with what it reads")
     (entry,) = entries
-    return Built(Path(entry.__self__.__file__), entry, operands, packed, raw, seconds)
+    path = Path(entry.__self__.__file__)
+    return Built(path, entry, operands, packed, bool(inlined), raw, seconds)
 
 
 @contextmanager
@@ -436,7 +443,8 @@ def write(built: Built, places: Mapping[Any, Any], path: Path) -> None:
     operands = [*map(described, built.operands)]
     if data:
         write_atomic(path.with_suffix(".bin"), bytes(data))
-    write_atomic(path.with_suffix(".json"), json.dumps({"operands": operands, "bytes": len(data)}))
+    facts = {"operands": operands, "bytes": len(data), "inlined": built.inlined}
+    write_atomic(path.with_suffix(".json"), json.dumps(facts))
     write_atomic(path, built.path.read_bytes())
 
 
@@ -650,12 +658,12 @@ def _timed(ways: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     took_s, began = dict.fromkeys(ways, float("inf")), time.perf_counter()
     with torch.inference_mode():
-        for _ in range(_ROUNDS):
+        for r in range(_ROUNDS):
             for name, call in ways.items():
                 start = clock()
                 call()
                 took_s[name] = min(took_s[name], clock() - start)
-            if time.perf_counter() - began > _LONG_S:
+            if r + 1 >= _LEAST_ROUNDS and time.perf_counter() - began > _LONG_S:
                 break
     return took_s
 
@@ -838,7 +846,8 @@ class Artefacts:
             return
         for other in sorted(path.parent.glob(f"{path.stem.partition('-')[0]}-*.so")):
             with suppress(*_DAMAGED):
-                if json.loads(other.with_suffix(".json").read_text())["bytes"] == 0:
+                facts = json.loads(other.with_suffix(".json").read_text())
+                if facts["bytes"] == 0 and not facts["inlined"]:
                     yield other
 
     def _difference(self, artefact: Artefact, run: Recipe, call: Call) -> str:

@@ -56,6 +56,7 @@ from placement.executor.trainer import Trainer, synchronize
 from placement.executor.worker import Failure, Worker
 from placement.graph import OpGraph
 from placement.pieces import rules
+from placement.pieces.split import PADDING
 from placement.program import Program
 from placement.tools.files import write_atomic
 
@@ -744,6 +745,9 @@ def with_weights(graph: OpGraph, path: str | Path, own: Iterable[int]) -> OpGrap
         there = set(data.keys())
         for q in own:
             name, expected = program.param_names[q], program.params[q]
+            if name.endswith(PADDING):  # of the cut graph, not of the module
+                params[q] = expected
+                continue
             part = _PART.fullmatch(name)
             name = part[1] if part else name
             if name not in there:

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,22 @@ class Package:
         return list(tensors)
 
 
+def _laid_out(form: dict[str, Any], x: Any, number: int) -> torch.Tensor:
+    """An input as packages read it, which look neither at its dtype, shape nor strides."""
+    found = None
+    if isinstance(x, torch.Tensor):
+        found = {"dtype": str(x.dtype).removeprefix("torch."), "shape": [*x.shape]}
+    if found != {k: form[k] for k in ("dtype", "shape")}:
+        given = f"{found['dtype']} of shape {found['shape']}" if found else type(x).__name__
+        raise ValueError(
+            f"input {number} is {given}, the packages are for {form['dtype']} of shape "
+            f"{form['shape']}: give that, or plan and export again"
+        )
+    if x.device.type == "cpu" and [*x.stride()] == form["strides"]:
+        return x
+    return torch.empty_strided(form["shape"], form["strides"], dtype=x.dtype).copy_(x.detach())
+
+
 class Pipeline:
     """The packages of ``folder``; close it, or use it as a context manager."""
 
@@ -95,7 +112,8 @@ class Pipeline:
         torch.get_num_threads()  # the first question takes over another thread's setting
         torch.set_num_threads(device["threads"])
         if device["cores"] and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, device["cores"])
+            with suppress(OSError):  # another machine, or a container that forbids it
+                os.sched_setaffinity(0, device["cores"])
         while (item := inbox.get()) is not None:
             values, changed = item
             for package, stage in stages:
@@ -122,11 +140,17 @@ class Pipeline:
         return outputs
 
     def stream(self, items: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-        """Lists of outputs, in order; at most ``in_flight`` items are begun and not ended."""
+        """Lists of outputs, in order; at most ``in_flight`` items are begun and not ended.
+
+        Raises:
+            ValueError: an input of another shape or dtype, or another number of inputs.
+        """
         left, begun = iter(items), list[Any]()
         while True:
             for inputs in itertools.islice(left, self.plan["in_flight"] - len(begun)):
-                flight = dict(zip(self.plan["inputs"], inputs, strict=True)), threading.Condition()
+                laid_out = map(_laid_out, self.plan["forms"], inputs, itertools.count())
+                values = dict(zip(self.plan["inputs"], laid_out, strict=True))
+                flight = values, threading.Condition()
                 for inbox in self._inboxes:
                     inbox.put(flight)
                 begun.append(flight)

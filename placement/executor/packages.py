@@ -24,7 +24,7 @@ from placement.executor import equality, packaged
 from placement.executor.compiled import compiling, graph_of, recipe
 from placement.executor.share import fused, runs_of, shares
 from placement.graph import OpGraph
-from placement.program import Ref, run_program
+from placement.program import Ref, dtype_name, run_program
 from placement.tools.compiler import missing_compiler
 from placement.tools.files import FileError
 from placement.tools.progress import Progress
@@ -104,6 +104,10 @@ def write_packages(
                 {"name": d.name, "threads": d.threads, "cores": [*d.cores]} for d in devices
             ],
             "inputs": [*program.input_tensors],
+            "forms": [
+                {"dtype": dtype_name(x.dtype), "shape": [*x.shape], "strides": [*x.stride()]}
+                for x in inputs
+            ],
             "outputs": outputs,
             "stages": rows,
         }

@@ -174,8 +174,9 @@ class Runner:
         # Of the module's, those that are read where they are, and pieces of them; where they were.
         self._shared: list[tuple[torch.device, int]] = []
         self._cut = _whole_of_pieces(graph.program)
+        self._cut_at = weights.places_of([*self._cut.values()])
         self._watched: list[Tensor] = []
-        self._places: list[int] = []
+        self._places: list[weights.Place] = []
         self._streamed: list[Streamed] = []
         self.gradients: dict[int, Tensor] = {}  # sums over micro-batches, by parameter
         self.partial: dict[tuple[int, int], Tensor] = {}  # of replicas, by device and parameter
@@ -529,18 +530,19 @@ class Runner:
 
     def _start(self) -> None:
         if self.workers:
-            is_same = [*map(Tensor.data_ptr, self._watched)] == self._places
+            is_same = weights.places_of(self._watched) == self._places
             if is_same and weights.states_of(self._frozen) == self._frozen_as:
                 return
-            self.stop()  # they would read the memory that their parameters had
+            self.stop()  # they would read the memory that their parameters had, as it was seen
         for key in self._shared:  # that may be elsewhere by now
             self.loaded.pop(key, None)
-        for p, whole in self._cut.items():
-            if storage_of(whole) != storage_of(self._program.params[p]):
+        now_at = weights.places_of([*self._cut.values()])
+        for (p, whole), was, now in zip(self._cut.items(), self._cut_at, now_at, strict=True):
+            if now != was or storage_of(whole) != storage_of(self._program.params[p]):
                 raise RunnerError(
-                    f"the parameter of {self._program.param_names[p]!r} has got other memory "
-                    "(parameter.data = ...), which its pieces do not follow: write into it (copy_, "
-                    "load_state_dict), or bind the plan again"
+                    f"the parameter of {self._program.param_names[p]!r} has got other memory, or "
+                    "is another view of it (parameter.data = ...), which its pieces do not follow: "
+                    "write into it (copy_, load_state_dict), or bind the plan again"
                 )
         if self.compiled and self._schedule is not None:
             raise RunnerError(
@@ -577,7 +579,7 @@ class Runner:
             if x.data_ptr() == params[p].data_ptr()
         ]
         self._watched = [*(params[p] for _, p in self._shared), *self._cut.values()]
-        self._places = [*map(Tensor.data_ptr, self._watched)]
+        self._places = weights.places_of(self._watched)
         frozen = set[int]().union(*(x.frozen for x in self._artefacts))
         self._frozen = [params[p] for p in sorted(frozen)]
         self._frozen_as = weights.states_of(self._frozen)

@@ -21,8 +21,9 @@ _RECURRENT = {
     "aten.lstm.input": (2, 4),
     "aten.gru.input": (3, 3),
 }
-_version = attrgetter("_version")
-State = tuple[int, int]  # where a parameter is, and how often it was written
+_version, _shape = attrgetter("_version"), attrgetter("shape")
+Place = tuple[int, torch.Size, tuple[int, ...]]  # address, shape and strides
+State = tuple[Place, int]  # where a parameter is, and how often it was written
 Key = tuple[torch.device, int]  # device and parameter
 
 
@@ -67,6 +68,9 @@ class Copies:
         """Copy what was written since again, on the calling thread's stream; whether any was.
 
         Another runner may have copied it: that counts as written too.
+
+        Raises:
+            ValueError: one has another shape now.
         """
         now = states_of(self._values)
         if now == self._states and now == [*map(_copied_as, self.made.values())]:
@@ -74,6 +78,11 @@ class Copies:
         with torch.inference_mode():  # in which copies may have been made
             for copy, value, state in zip(self.made.values(), self._values, now, strict=True):
                 if copy.state != state:
+                    if value.shape != copy.tensor.shape:
+                        raise ValueError(
+                            f"a parameter is of shape {tuple(value.shape)} now, but was captured "
+                            f"with {tuple(copy.tensor.shape)}: capture again"
+                        )
                     copy.tensor.copy_(value.detach())
                     copy.state = state
         self._states = now
@@ -185,6 +194,13 @@ def state_of(value: Tensor) -> State:
 def states_of(values: Sequence[Tensor]) -> list[State]:
     """``state_of`` each."""
     try:  # without a loop in Python
-        return list(zip(map(Tensor.data_ptr, values), map(_version, values), strict=True))
+        versions = [*map(_version, values)]
     except RuntimeError:  # nobody counts how often an inference tensor is written
-        return [(x.data_ptr(), -1 if x.is_inference() else x._version) for x in values]
+        versions = [-1 if x.is_inference() else x._version for x in values]
+    return list(zip(places_of(values), versions, strict=True))
+
+
+def places_of(values: Sequence[Tensor]) -> list[Place]:
+    """Where each is, and how its memory is seen; setting ``parameter.data`` counts as no write."""
+    forms = map(_shape, values), map(Tensor.stride, values)
+    return list(zip(map(Tensor.data_ptr, values), *forms, strict=True))

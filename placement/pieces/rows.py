@@ -51,6 +51,10 @@ def cold_rows(
 
     Returns:
         ``[*ids.shape, dim]``, or ``[bags, dim]``.
+
+    Raises:
+        IndexError: a row that does not exist.
+        ValueError: bags that do not follow each other, from the first id on.
     """
     flat, count = ids.flatten(), ids.numel()
     if offsets is None:
@@ -65,6 +69,13 @@ def cold_rows(
             raise IndexError(
                 f"row {int(ends.min)} or {int(ends.max)} of {len(cold)} does not exist"
             )
+        if offsets is not None:
+            follow = len(begins) and begins[0] == 0 and bool((sizes >= 0).all())
+            if not (follow and begins[-1] <= count):
+                raise ValueError(
+                    f"bags begin at {offsets.tolist()} of {count} ids: must be 0 first, and then "
+                    "not decrease, up to their number"
+                )
         # One more than there are: what is not kept is written over.
         flat, kept, begins = flat.contiguous(), flat.new_empty(count + 1), begins.contiguous()
         kept_begins = torch.empty_like(begins)
@@ -222,7 +233,12 @@ class _Rows(_Cutter):
         table, ids, *rest = mapped(step.args, self._one)
         module, dtype = self.old.op_module[n], self.value[ids.tensor].dtype
         rows, at = self._hot(table.index, mask, dtype)
-        moved = self._move(_aten.take.default, (at, ids), f"{name}.rows#0", module)
+        which = ids
+        if dtype != torch.int64:  # ``take`` has no other
+            long = self._move(_aten.to.dtype, (ids, torch.int64), f"{name}.ids#0", module)
+            which = Ref(long)
+            self.label[-1] = (int(self.old.group[n]), 0)
+        moved = self._move(_aten.take.default, (at, which), f"{name}.rows#0", module)
         self.label[-1] = (int(self.old.group[n]), 0)  # beside its table
         args = (rows, Ref(moved), *rest)
         found = self._add(step.target, args, step.kwargs, n, f"{name}#0", step, 0)

@@ -41,6 +41,7 @@ from placement.program import (
 )
 
 ONE = "one"  # how an operator that is not cut reads a tensor, and makes one
+PADDING = "[padding]"  # ends the name of rows beside an image, which no module has
 _aten = torch.ops.aten
 
 
@@ -368,7 +369,7 @@ class _Cutter:
             value = cut.padding(x.shape, rows).to(x.dtype)
             if value.ndim == 4:  # put together with images it has their layout, whichever that is
                 value = value.contiguous(memory_format=torch.channels_last)
-            self.param_at[key] = self._new_param(value, f"{t}[padding]")
+            self.param_at[key] = self._new_param(value, f"{t}{PADDING}")
         return Param(self.param_at[key])
 
     def _new_param(self, value: Tensor, name: str) -> int:

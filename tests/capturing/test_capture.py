@@ -653,6 +653,13 @@ def test_inputs_of_a_call_are_checked(args, kwargs, message):
         program.flatten_inputs(args, kwargs)
 
 
+def test_a_constant_that_is_no_number_stays_none():
+    program = capture(module_of(lambda m, a, b: a * b), (X, math.nan)).program
+    assert len(program.flatten_inputs((X, -math.nan))) == 1
+    with pytest.raises(InputError, match=r"'b' is 2\.0, but was captured with the constant nan"):
+        program.flatten_inputs((X, 2.0))
+
+
 def test_input_specification_is_json_and_captures_the_same_graph():
     inputs = ((X, (X, [X.int()])), {"mask": X > 0, "n": 2, "mode": "sum"})
     spec = input_spec(inputs)

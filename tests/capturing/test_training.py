@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from placement.capturing import capture
+from placement.capturing.training import flatten_example
 from placement.capturing.training import plain_step as plain_pytorch_step
 from placement.costs.measure import measure
 from placement.executor import Executor, Runner, RunnerError, Trainer
@@ -414,6 +416,24 @@ def test_a_loader_is_read_step_by_step():
     schedule = gpipe(graph, placement, 3)
     with Trainer(graph, TWO, placement, optimizer, schedule=schedule) as trainer:
         assert len(list(trainer.train(iter(loader), 3))) == 2
+
+
+def test_what_a_data_loader_gives_is_a_list_at_any_depth():
+    x = torch.ones(2, 4)
+    two = module_of(lambda m, x, y: m.linear(x + y), linear=nn.Linear(4, 4))
+    program = capture(two, ((x, x), x), mode="training", loss=F.mse_loss).program
+    assert len(flatten_example(program, [[x, x], x])) == 3
+    own = module_of(lambda m, x, y: F.mse_loss(m.linear(x), y), linear=nn.Linear(4, 4))
+    plain, optimizer = copy.deepcopy(own), OPTIMIZERS["sgd"](own.parameters())
+    graph = capture(own, (x, x), mode="training", optimizer=optimizer)
+    batches = [*DataLoader(TensorDataset(x, x), 2)]
+    with Trainer(graph, TWO, np.zeros(graph.num_ops, int), optimizer) as trainer:
+        losses = trainer.step(batches)
+        with pytest.raises(InputError, match="got str"):
+            trainer.step(["x"])
+    expected = plain_pytorch_step(plain, OPTIMIZERS["sgd"](plain.parameters()), batches, None)
+    torch.testing.assert_close(losses, expected)
+    assert_equal_states(own, plain)
 
 
 def test_the_target_is_given_by_name_where_a_step_is_called():

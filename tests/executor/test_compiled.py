@@ -284,6 +284,20 @@ def test_code_with_small_parameters_in_it_is_of_these_values_alone(prefers, monk
     assert bool(asked) == (size == 16)
 
 
+def test_code_with_a_number_made_of_a_large_parameter_is_of_its_values_alone(prefers) -> None:
+    """Inductor writes the mean of it into the code; an example of zeros does not show that."""
+    prefers("frozen")
+    gain = nn.Parameter(torch.ones(16))
+    module = module_of(lambda m, x: (x * m.gain.mean()).exp().tanh(), gain=gain)
+    with runner_of(module, torch.zeros(4, 16)) as runner:
+        runner.compile()
+        assert runner.num_compiled == 1
+        with torch.no_grad():
+            gain.fill_(3.0)
+        x = torch.randn(4, 16)
+        torch.testing.assert_close(runner(x), module(x))
+
+
 def test_an_expanded_example_is_read_as_what_was_compiled_reads_it() -> None:
     x = torch.randn(1, 8).expand(4, 8)
     program = capture(module_of(lambda m, x: x.sin()), x).program

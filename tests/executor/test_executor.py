@@ -258,6 +258,18 @@ def test_a_parameter_that_is_replaced_shows_in_the_next_call():
         assert runner.workers is workers
 
 
+def test_a_parameter_that_is_another_view_of_its_memory_shows_in_the_next_call():
+    module, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    graph = capture(module, x)
+    with Runner(graph, THREE, np.zeros(graph.num_ops, int)) as runner:
+        runner(x)
+        module.weight.data = module.weight.data.t()
+        torch.testing.assert_close(runner(x), module(x).detach())
+        module.weight.data = module.weight.data[:2]
+        with pytest.raises(RunnerError, match=r"shape \(2, 4\) now, .* capture again"):
+            runner(x)
+
+
 def test_a_parameter_without_values_is_named():
     with torch.device("meta"):
         module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)

@@ -138,6 +138,18 @@ def test_copies_follow_a_parameter_whose_memory_comes_back(both):
             check(second)
 
 
+def test_copies_follow_a_parameter_that_is_another_view_of_its_memory():
+    module, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    graph = capture(module, x)
+    with emulated_gpu.emulated(), Runner(graph, BOTH, all_on(graph, 1)) as runner:
+        runner(x)
+        module.weight.data = module.weight.data.t()
+        torch.testing.assert_close(runner(x), module(x), rtol=1e-5, atol=1e-5)
+        module.weight.data = module.weight.data[:1]  # which could be copied to each row
+        with pytest.raises(ValueError, match=r"shape \(1, 4\) now, .* \(4, 4\): capture"):
+            runner(x)
+
+
 def test_a_call_in_which_the_device_fails_does_not_end_the_process(monkeypatch):
     monkeypatch.setattr(backend_module, "_SMALL_BYTES", 0)
     graph = capture(nn.Embedding(10, 4).eval(), torch.arange(4))

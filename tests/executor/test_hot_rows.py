@@ -75,6 +75,26 @@ def test_rows_that_do_not_exist_are_refused_as_by_the_module(row: int) -> None:
         torch.ops.placement.cold_rows(table, cold, torch.tensor([3, row]), None, False, False)
 
 
+def test_ids_may_be_of_32_bits() -> None:
+    module, ids = Tables().eval(), zipf((6, 5)).int()
+    graph = placement.capture(module, (ids,))
+    parted = hot_rows(graph, row_counts(graph, [ids]), 8 * DIM * 4)
+    wanted = [*module(ids)]
+    torch.testing.assert_close(run_program(parted.program, (ids,)), wanted, rtol=1e-5, atol=1e-5)
+    with Runner(parted, Cluster("one", (Device("cpu:0"),)), [0] * parted.num_ops) as runner:
+        torch.testing.assert_close([*runner(ids)], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offsets", [[1, 3], [0, 3, 2], [0, 2, 9], [], [-1, 2]])
+@pytest.mark.parametrize("ends", [False, True])
+def test_bags_that_do_not_follow_each_other_are_refused(offsets: list[int], ends: bool) -> None:
+    """The compiled loop would write rows to memory that is something else's."""
+    table, cold, ids = torch.ones(ROWS, DIM), torch.ones(ROWS, dtype=torch.bool), torch.arange(4)
+    begins = torch.tensor(offsets, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"bags begin at \["):
+        torch.ops.placement.cold_rows(table, cold, ids, begins, False, ends)
+
+
 def test_rows_that_are_read_most_are_hot() -> None:
     """8 of 120 rows fit; counted by hand."""
     module, ids = Tables().eval(), zipf((64, 5))

@@ -1,5 +1,6 @@
 """Packages of AOTInductor: stages that run in a pipeline without the model's code."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,11 @@ def test_packages_compute_what_the_module_does(tmp_path: Path) -> None:
     files = {path.name for path in folder.iterdir()}
     loaders = {"stages.json", "run.py", "pipeline.h", "main.cpp", "CMakeLists.txt"}
     assert files == {"0.pt2", "1.pt2", *loaders}
-    torch.save([x, x + 1, x - 1], tmp_path / "items.pt")
+    other_order = (x + 1).t().contiguous().t()  # of elements in memory
+    torch.save([x, other_order, x - 1], tmp_path / "items.pt")
+    plan = json.loads((folder / "stages.json").read_text())
+    plan["devices"][1]["cores"] = [4000]  # as on another machine
+    (folder / "stages.json").write_text(json.dumps(plan))
     script = """
 import sys, torch
 from run import Pipeline
@@ -46,9 +51,16 @@ items = torch.load("../items.pt")
 with Pipeline(".") as pipeline:
     assert len(pipeline(items[0])) == 2
     torch.save(list(pipeline.stream([x] for x in items)), "../outputs.pt")
+    for wrong in (items[0].double(), items[0].t(), items[0][:4], 1.0):
+        try:
+            pipeline(wrong)
+        except ValueError as error:
+            assert "float32 of shape [8, 16]" in str(error), error
+        else:
+            raise AssertionError(wrong)
 assert "placement" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, env={})
+    subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, env={}, timeout=120)
     for item, outputs in zip([x, x + 1, x - 1], torch.load(tmp_path / "outputs.pt"), strict=True):
         torch.testing.assert_close(outputs, module(item))
     with pytest.raises(FileError, match="it is there; name a new folder"):
