@@ -36,9 +36,9 @@ def promising(
     tries: list[tuple[Dispatcher, Weights, int | None]]
     tries = [(way, own, None) for way, own in zip(ways, weights, strict=True)]
     tries.append((ways[0], no_network(), None))
-    for number, drawn in enumerate(draws(seed, min(samples, PROMISES))):
+    for number, one in enumerate(draws(seed, min(samples, PROMISES))):
         way = number % len(ways)
-        tries.append((ways[way], weights[way], drawn))
+        tries.append((ways[way], weights[way], one))
 
     best, best_s = 0, np.inf
     for number, (episode, network, drawn) in enumerate(tries):
