@@ -377,6 +377,8 @@ def _completed(begun: dict[str, str]) -> dict[str, str]:
     if "configuration" not in begun:
         return begun
     config, known = json.loads(begun["configuration"]), asdict(TrainConfig())
+    with suppress(PolicyError, KeyError):  # whose network has fields of its own
+        known = asdict(TrainConfig(formulation=config["formulation"]))
     config = {k: config.get(k, v) for k, v in known.items()}
     config["network"] = {k: config["network"].get(k, v) for k, v in known["network"].items()}
     return begun | {"configuration": json.dumps(config)}

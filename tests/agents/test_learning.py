@@ -211,11 +211,13 @@ def test_what_users_get_wrong() -> None:
             train(**({"problems": [one]} | given))
 
 
-@pytest.mark.parametrize("formulation", ["sequential", "one_shot"])
+@pytest.mark.parametrize("formulation", ["sequential", "one_shot", "dispatch"])
 def test_resuming_is_exact(formulation: Any, tmp_path: Path) -> None:
     """Two iterations, an interruption, and two more make the policy of four in a row."""
     problems = [layered(0, 3, 3, 2), layered(1, 4, 3, 3), layered(2, 2, 3, 2)]
-    network = NetworkConfig(hidden=16, layers=1)
+    network: Any = NetworkConfig(hidden=16, layers=1)
+    if formulation == "dispatch":
+        network = {"scorer": 8, "encoder": "sage", "layers": 1}
     steps = {"total_steps": 4 * 64, "num_envs": 4, "steps_per_env": 16, "num_checks": 4}
     config = TrainConfig(formulation=formulation, network=network, **steps)
 
