@@ -24,7 +24,7 @@ from placement.problem import Problem, Solution
 from placement.simulator import score
 from placement.workloads.synthetic import Family, layered
 from tests.experiments.test_experiments import needs_data
-from tests.problems import altered, written
+from tests.problems import altered, small_problem, written
 from tests.runtimes import Biased
 from tests.runtimes import layered as layered_problem
 
@@ -354,6 +354,27 @@ def test_an_arm_is_compared_with_rules_and_with_another_of_the_same_seed() -> No
         in (page["budgets"])
     )
     assert page["seeds_done"] == 0
+
+
+def test_a_network_is_loaded_before_its_clock_runs(tmp_path: Path, monkeypatch: Any) -> None:
+    """Trained or not: a run has a process of its own, which has what this one has loaded."""
+    file = folds.untrained(Namespace(work=tmp_path), seed=7)
+    loaded = []
+
+    def judged(case: folds.Case, unit: folds.Unit, planner: Any, _: Any) -> folds.Row:
+        misses = folds.policy_of.cache_info().misses
+        folds.policy_of(planner.policy)
+        loaded.append(folds.policy_of.cache_info().misses == misses)
+        return fold_row("a", unit.arm, unit.seed, 1.0)
+
+    monkeypatch.setattr(folds, "load_all", lambda *_: None)
+    monkeypatch.setattr(folds, "judged", judged)
+    case = folds.Case("four", "a", "a", 0, small_problem([[1, 2]]), (0.1,))
+    unit = folds.Unit(folds.MESSAGES, "latency", 0, 0)
+    asked = folds.Asked(folds.RulesThenDecodes(str(file)))
+    options = Namespace(arms=[], minutes=1, out=tmp_path, work=tmp_path)
+    rows = folds.judge(folds.STUDY, [unit], lambda _: [case], lambda *_: asked, options)
+    assert len([*rows]) == 1 and loaded == [True]
 
 
 def test_headroom_of_pieces_by_hand() -> None:
