@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.problem_set import EnvError
-from placement.cluster import Cluster, Link, between
+from placement.cluster import Cluster, Link, between, with_hosts
 from placement.problem import Problem
 
 
@@ -90,19 +90,11 @@ def _staying(problem: Problem, drop: float, rng: np.random.Generator) -> NDArray
     for d in rng.permutation(problem.num_devices):
         if rng.random() >= drop or stays.sum() <= 2:
             continue
-        left = stays.copy()
-        left[d] = False
-        left = _that_can(problem.cluster, left)
+        others = [x for k, x in enumerate(problem.cluster.devices) if stays[k] and k != d]
+        there = {x.name for x in with_hosts(others)}
+        left = np.array([name in there for name in problem.cluster.device_names])
         room = problem.memory_bytes[left].sum(dtype=np.float64)
         enough = room >= 1.5 * problem.graph.param_bytes.sum() and left.sum() >= 2
         if enough and runs[:, left].any(axis=1).all():
             stays = left
     return np.flatnonzero(stays)
-
-
-def _that_can(cluster: Cluster, left: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Without devices that stream for one that is gone, or from a host that is."""
-    there = {d.name for d, stays in zip(cluster.devices, left, strict=True) if stays}
-    hosted = any(d.kind == "cpu" and d.name in there for d in cluster.devices)
-    able = [not d.streams or (hosted and d.streams in there) for d in cluster.devices]
-    return left & np.array(able)

@@ -228,6 +228,16 @@ def pairs_of(links: Iterable[Link], names: Sequence[str]) -> Iterator[Ends]:
         yield a if isinstance(a, int) else a[:, None], b, link
 
 
+def with_hosts(devices: Iterable[Device]) -> list[Device]:
+    """Of the devices that are left those that still have what they need.
+
+    One that streams needs the device that it streams for, and one whose memory it streams from.
+    """
+    left = [*devices]
+    names, hosted = {d.name for d in left}, any(d.kind == "cpu" for d in left)
+    return [d for d in left if not d.streams or (hosted and d.streams in names)]
+
+
 def between(links: Iterable[Link], names: Sequence[str]) -> tuple[Link, ...]:
     """Those of the links that join devices where only ``names`` are left."""
     known = set(names)

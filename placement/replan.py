@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from placement.cluster import Cluster, between
+from placement.cluster import Cluster, between, with_hosts
 from placement.planners.contiguous_dp import ContiguousDp
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Choice, Search, cannot_fit
@@ -35,10 +35,7 @@ def remaining(problem: Problem, without: Sequence[str]) -> Problem:
     unknown = [name for name in without if name not in names]
     if unknown:
         raise ReplanError(f"no device {unknown[0]!r} to do without; devices are {list(names)}")
-    gone = {*without, *(d.name for d in problem.cluster.devices if d.streams in without)}
-    devices = [d for d in problem.cluster.devices if d.name not in gone]
-    if all(d.kind != "cpu" for d in devices):  # whose memory they stream from
-        devices = [d for d in devices if not d.streams]
+    devices = with_hosts(d for d in problem.cluster.devices if d.name not in without)
     keep = [problem.cluster.index(d.name) for d in devices]
     if not keep:
         raise ReplanError(f"no device is left: without all of {list(names)} nothing can run")

@@ -88,7 +88,7 @@ class Training(BaseCallback):
         self.best_speedup = self.last_speedup = 0.0
         self.held_out_speedup = np.nan
         self.best_weights = deepcopy(net.state_dict())
-        self._begun = -tasks.longest(config) * env.num_envs  # when all episodes did, in steps
+        self._begun = -np.inf  # when all episodes did, in steps
         self.greedy_s: NDArray[np.float64] = np.full(len(tasks.problems.problems), np.inf)
         self.resumed: dict[str, Any] | None = None
         self.started = self._update_began = time.perf_counter()
