@@ -247,6 +247,8 @@ class PolicyPlanner:
             # The greedy placement comes first in every batch; it counts once.
             costs = search.costs(choice_of(search.problem, rows if sampled == 0 else rows[1:]))
             seconds += np.where(costs < INFEASIBLE, costs, np.inf).tolist()
+        if not seconds:  # the time was over before the first was evaluated
+            return {}
         stats: Stats = {"greedy_value_s": seconds[0], "greedy_evaluations": 1}
         if samples:
             stats["best_of_k_value_s"] = min(seconds)

@@ -75,7 +75,7 @@ class TrainedPolicy:
             PolicyError: it is a policy that improves placements, and does not make them.
         """
         self.check_makes_placements()
-        if self.cold:
+        if self.cold or "whose" in self.kind.sees:  # dispatch decodes, and learns, without a start
             warm = None
         chosen = ProblemSet((problem,), np.ones(1))
         store = GraphStore([problem], [None if warm is None else canonical(problem, warm)])

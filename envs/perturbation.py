@@ -52,7 +52,7 @@ class Perturbation:
     def draw(self, problem: Problem, rng: np.random.Generator) -> Problem:
         """``problem`` on one machine drawn with ``rng``."""
         devices = _staying(problem, self.drop, rng)
-        speed = np.exp(rng.normal(0.0, self.speed, len(devices)))
+        each = rng.normal(0.0, self.speed, len(devices))
         bandwidth = float(np.exp(rng.normal(0.0, self.bandwidth)))
         profile, cluster = problem.profile, problem.cluster
         chosen = tuple(cluster.devices[d] for d in devices)
@@ -64,6 +64,8 @@ class Perturbation:
                 for x in between(links, names)
             )
 
+        made = Cluster(cluster.name, chosen, wider(cluster.links))
+        speed = np.exp(each[made.worker])  # one that streams is as fast as what it streams for
         taken = profile.take(devices, names, wider(profile.links))
 
         def over(seconds: NDArray[np.float64] | None, by: Any) -> Any:
@@ -71,7 +73,7 @@ class Perturbation:
 
         return replace(
             problem,
-            cluster=Cluster(cluster.name, chosen, wider(cluster.links)),
+            cluster=made,
             profile=replace(
                 taken,
                 compute_s=over(taken.compute_s, speed),

@@ -28,7 +28,7 @@ from placement.plan import Measured, Spread, load_plan
 from placement.problem import Problem, Solution
 from placement.profile import ProfileError
 from placement.program import InputError
-from placement.runs.ways import TorchCompiled, _state
+from placement.runs.ways import TorchCompiled, _state, torch_compiled
 from placement.simulator import score
 from placement.tools.shown import count
 from tests import emulated_gpu
@@ -287,6 +287,23 @@ def test_what_is_compiled_takes_turns(in_turns, monkeypatch, took, kept, is_comp
         assert load_plan(tmp_path / "plan.json").compiled == is_compiled
     with optimize(net, INPUT, quiet=True, compiled=False) as runner:
         assert "compiled" not in runner.measured and not runner.plan.compiled
+
+
+def test_outputs_that_the_next_call_writes_over_are_compared_before(monkeypatch) -> None:
+    """As those of CUDA graphs: what was made goes when the call is made again."""
+    net, made = module(), list[torch.Tensor]()
+
+    def compiled(of: nn.Module, **_: Any) -> Any:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            for output in made:
+                output.fill_(np.nan)
+            made.append(of(x))
+            return made[-1]
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    assert torch_compiled(net, INPUT, Cluster("c", (Device("cpu:0"),)), lambda *_: None) is not None
 
 
 def test_frozen_code_is_left_where_parameters_or_buffers_were_written() -> None:

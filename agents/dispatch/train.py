@@ -15,10 +15,11 @@ from agents.dispatch.network import seen
 from agents.encoder import ILLEGAL, PolicyError
 from agents.store import GraphStore
 from envs.dispatch import Dispatcher, notes_of
-from envs.dispatch.kernels import PAIRS
+from envs.dispatch.kernels import NUM_PAIR_FEATURES, PAIRS
 from envs.problem_set import Evaluator
 from placement.problem import Problem
 from placement.simulator import score
+from placement.tools.files import short
 
 
 class _Noted(NamedTuple):
@@ -54,6 +55,9 @@ class GroupRelative(OnPolicyAlgorithm):
         without: numbers of the ``PAIR_FEATURES`` of ``envs.dispatch.kernels`` that the network does
             not see.
         others: ``learning_rate``, ``ent_coef``, ``policy_kwargs``, ``seed``, ``device``: as of PPO.
+
+    Raises:
+        PolicyError: ``episodes``, ``keep`` or ``without`` are out of range.
     """
 
     unused: ClassVar = ("reward", "gamma", "gae_lambda", "repeats")
@@ -72,6 +76,12 @@ class GroupRelative(OnPolicyAlgorithm):
         without: Sequence[int] = (),
         **others: Any,
     ) -> None:
+        last = NUM_PAIR_FEATURES - 1
+        if episodes < 2 or not 0 < keep <= 1 or any(not 0 <= x <= last for x in without):
+            raise PolicyError(
+                f"episodes = {episodes} must be at least 2, keep = {keep:g} above 0 and at most 1, "
+                f"without = {short([*without])} of numbers from 0 to {last}"
+            )
         self.episodes, self.keep, self.imitate, self.without = episodes, keep, imitate, without
         self.batch_size, self.n_epochs, self._wanted = batch_size, n_epochs, n_steps
         self._played: list[_Noted] = []

@@ -88,7 +88,7 @@ class Training(BaseCallback):
         self.best_speedup = self.last_speedup = 0.0
         self.held_out_speedup = np.nan
         self.best_weights = deepcopy(net.state_dict())
-        self._begun = -np.inf  # when all episodes did, in steps
+        self._ended: set[int] = set()  # of side by side, with an episode over since all began
         self.greedy_s: NDArray[np.float64] = np.full(len(tasks.problems.problems), np.inf)
         self.resumed: dict[str, Any] | None = None
         self.started = self._update_began = time.perf_counter()
@@ -189,18 +189,19 @@ class Training(BaseCallback):
             if due:
                 self.check()
             self.record()
-            # After a checkpoint episodes begin anew: not before the longest can have ended.
-            played = self.steps - self._begun
-            whole = played >= self.tasks.longest(config) * self.env.num_envs
+            # After a checkpoint episodes begin anew: not before one has ended everywhere.
+            whole = len(self._ended) >= len(self.locals.get("infos", ()))
             state = self.save() if due and whole else None
         if state is not None:
-            self._begun = self.steps
+            self._ended = set()
             self._begin_again(state)
         now = time.perf_counter()
         self._update_s, self._update_began = now - self._update_began, now
 
     def _on_step(self) -> bool:
-        self._rewards += [i["episode"]["r"] for i in self.locals["infos"] if "episode" in i]
+        over = {b: i["episode"]["r"] for b, i in enumerate(self.locals["infos"]) if "episode" in i}
+        self._rewards += over.values()
+        self._ended |= over.keys()
         end = max(time.perf_counter(), self._update_began + self._update_s)
         if self.config.max_seconds and end - self.started > self.config.max_seconds:
             self.stop = True

@@ -106,12 +106,6 @@ class Tasks:
         seen = None if "whose" in config.kind.sees else starts
         return cls(chosen, GraphStore(problems, seen), starts, start_s, evaluations)
 
-    def longest(self, config: TrainConfig) -> int:
-        """Steps of the longest episode."""
-        by_operator = "whose" in config.kind.sees  # and not by group
-        each = (p.num_ops if by_operator else p.graph.num_groups for p in self.problems.problems)
-        return config.kind.steps or max(each)
-
     def rules(self, config: TrainConfig, num_envs: int) -> Rules:
         """The rules that ``config`` plays by; what improves placements begins at the starts."""
         options: dict[str, Any] = {}
@@ -162,7 +156,13 @@ def _warm_starts(
         return [None] * len(problems)
     if start.warm is None:
         baseline = start.baseline
-        return [None if baseline is None else baseline(p).placement for p in problems]
+        return [None if baseline is None else baseline(p.one_phase).placement for p in problems]
     if len(start.warm) != len(problems):
         raise PolicyError(f"{len(start.warm)} warm starts for {len(problems)} problems")
+    for i, warm in enumerate(start.warm):
+        if warm is not None and np.ndim(warm) == 2 and len(warm) > 1:
+            raise PolicyError(
+                f"warm start {i} takes turns in {len(warm)} phases, and episodes have one: "
+                f"give a placement [N]"
+            )
     return start.warm

@@ -74,7 +74,8 @@ def train(
         resume: go on from the checkpoint in ``out_dir``, if there is one, exactly as if training
             had not been interrupted; problems and configuration must be those it began with.
         out_dir: ``metrics.csv``, ``policy.safetensors`` (every better check), ``last.safetensors``,
-            ``best.npz`` and ``checkpoint.pt`` (every check) go there.
+            ``best.npz`` and ``checkpoint.pt`` (at checks, where every environment
+            has ended an episode since the last) go there.
         callback: called with every row of the metrics; return False to stop.
         start: ``baseline``, ``warm``, ``reference_s``, ``solutions`` and ``evaluator``, the fields
             of ``agents.training.tasks.Start``.

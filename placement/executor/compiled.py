@@ -31,6 +31,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib import machinery, util
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -210,7 +211,7 @@ def build(
         Refused: its outputs share memory with its inputs, or Inductor makes several parts of it.
         RuntimeError: Inductor refuses the graph, or there is no compiler that works.
     """
-    from torch._inductor import codecache, standalone_compile
+    from torch._inductor import codecache
     from torch._inductor.constant_folding import ConstantFolder
 
     entries: list[Any] = []
@@ -259,13 +260,7 @@ def build(
         stack.enter_context(patch(codecache.CppWrapperCodeCache, "load_pybinding", loaded))
         stack.enter_context(patch(ConstantFolder, "_deduce_value", folded))
         stack.enter_context(_faster_linears())
-        artefact = standalone_compile(
-            graph,
-            list(inputs),
-            dynamic_shapes="from_example_inputs",
-            options={"config_patches": options},
-            donate_graph_module=True,  # or its parameters would be copied
-        )
+        artefact = compiled_alone(graph, inputs, options)
         seconds = time.perf_counter() - began
         aoti: Any = torch._C._aoti
         stack.enter_context(patch(aoti, "unsafe_alloc_void_ptrs_from_tensors", given))
@@ -380,6 +375,29 @@ def reads_channels_last(program: Program) -> bool:
     except RuntimeError:  # a view of what lies in another order
         return False
     return all(before[t].stride() == after[t].stride() for t in leave)
+
+
+def compiled_alone(
+    graph: fx.GraphModule, inputs: Sequence[Tensor], patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """What Inductor makes of a graph, which it may change, with ``patches`` of its options.
+
+    Raises:
+        Exception: Inductor refuses the graph, or what it needs is missing.
+    """
+    from torch._inductor import standalone_compile
+
+    donated = {"donate_graph_module": True}  # or it is copied, with its parameters
+    if donated.keys() - signature(standalone_compile).parameters:  # PyTorch before 2.13
+        donated, graph.__deepcopy__ = {}, lambda _: graph
+    made: Callable[..., Any] = standalone_compile(
+        graph,
+        list(inputs),
+        dynamic_shapes="from_example_inputs",
+        options={"config_patches": patches},
+        **donated,
+    )
+    return made
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from placement.executor.compiled import (
     Recipe,
     build,
     called,
+    compiled_alone,
     compiling,
     form_of,
     graph_of,
@@ -145,7 +146,7 @@ def _recipes(program: Program, runs: Sequence[Sequence[int]]) -> list[Recipe]:
 
 def _kernels_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[set[int]]:
     """Operators of a graph by kernel."""
-    from torch._inductor import scheduler, standalone_compile
+    from torch._inductor import scheduler
 
     found: list[set[int]] = []
 
@@ -165,12 +166,7 @@ def _kernels_of(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> list[set[int
     options = {"cpp_wrapper": True, "fx_graph_cache": False, "compile_threads": 1}
     with compiling(), mock.patch.object(scheduler.Scheduler, "codegen", seen):
         try:
-            standalone_compile(
-                graph,
-                list(inputs),
-                dynamic_shapes="from_example_inputs",
-                options={"config_patches": options},
-            )
+            compiled_alone(graph, inputs, options)
         except Exception:
             if not found:
                 raise

@@ -27,7 +27,15 @@ from torch import Tensor, fx
 from placement.cluster import Cluster, Device
 from placement.executor import equality
 from placement.executor.backend import TURN
-from placement.executor.compiled import Recipe, Refused, compiling, graph_of, reason_of, recipe
+from placement.executor.compiled import (
+    Recipe,
+    Refused,
+    compiled_alone,
+    compiling,
+    graph_of,
+    reason_of,
+    recipe,
+)
 from placement.executor.generated import Call, Generated
 from placement.executor.graphs import LEAST, launches
 from placement.executor.share import Share
@@ -156,17 +164,9 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., A
     Raises:
         Exception: Inductor refuses the graph, or what it needs is missing.
     """
-    from torch._inductor import standalone_compile
-
     patches = {"fallback_random": True, "triton.cudagraphs": False}  # graphs are captured here
     with compiling():
-        return standalone_compile(
-            graph,
-            list(inputs),
-            dynamic_shapes="from_example_inputs",
-            options={"config_patches": patches},
-            donate_graph_module=True,
-        )
+        return compiled_alone(graph, inputs, patches)
 
 
 def _copied(x: Tensor) -> Tensor:

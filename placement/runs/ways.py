@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -125,21 +125,22 @@ def torch_compiled(
         options |= {"options": {"freezing": True}} if frozen else {}
         try:
             # Dynamo asks the global setting.
-            with torch._inductor.config.patch(freezing=frozen), torch.no_grad():
-                call = torch.compile(module, **options)
-                outputs = pytree.tree_leaves(call(*args, **kwargs))
-                call(*args, **kwargs)
+            with torch._inductor.config.patch(freezing=frozen):
+                one = TorchCompiled(name, 0.0, on_gpu, torch.compile(module, **options), module, [])
+                one.bare(*args, **kwargs)
+                outputs = pytree.tree_leaves(one.bare(*args, **kwargs))  # of a CUDA graph by now
+                took_s = time.perf_counter() - began
+                wrong = equality.difference(outputs, expected, tolerance)
         except Exception as error:  # of Dynamo, Inductor, the compiler or the model
             line = next(iter(str(error).splitlines()), "")[:200]
             say(f"{name} is left out: {type(error).__name__}: {line}")
             continue
-        took_s = time.perf_counter() - began
-        if wrong := equality.difference(outputs, expected, tolerance):
+        if wrong:
             say(f"{name} is left out: {wrong}")
             continue
         states = states_of(_state(module)) if frozen else []
         what = f"{name} ({seconds(took_s)} of compiling)"
-        made.append(TorchCompiled(what, took_s, on_gpu, call, module, states))
+        made.append(replace(one, what=what, seconds=took_s, _frozen_as=states))
     took = {id(one): float("inf") for one in made}
     for _ in range(ROUNDS):  # in turns
         for one in made:
@@ -154,8 +155,6 @@ def _state(module: Any) -> list[Any]:
 
 def first_difference(runner: Runner, inputs: Any) -> str:
     """The first operator whose results on its device are not those of a plain call of it."""
-    from dataclasses import replace
-
     import numpy as np
     from torch.utils import _pytree as pytree
 

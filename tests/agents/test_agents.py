@@ -484,6 +484,21 @@ def test_cut_costs_by_hand() -> None:
     assert np.exp(f.edge[:, 0]) == pytest.approx([0.5] * 3)
 
 
+def test_seconds_may_be_over_when_the_network_has_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it places then is not evaluated, and the start is the answer."""
+    problem, policy = layered(0, 3, 3, 2), untrained()
+    search, place = Search(problem, 0.05), policy.place
+
+    def slow(*asked: Any) -> Any:
+        while search.left:
+            pass
+        return place(*asked)
+
+    start = search.run_start("single_device", "baseline", 1.0)
+    monkeypatch.setattr(TrainedPolicy, "place", lambda _, *asked: slow(*asked))
+    assert PolicyPlanner(policy)._decode(policy, search, start.placement, 5) == {}
+
+
 def test_a_graph_is_constructed_before_it_is_searched() -> None:
     problem = giph(3).with_objective("latency")
     planner = PolicyPlanner(evaluations=120, baseline="heft")

@@ -280,6 +280,29 @@ def test_problems_much_larger_than_the_others_earn_rewards() -> None:
     assert seen[60] > 2 + 11  # devices alone, and checks
 
 
+def test_episodes_longer_than_their_graph_end_before_they_begin_anew() -> None:
+    """Those of GiPH have two moves for each group, and a rollout has as many steps as groups."""
+    rows: list[Row] = []
+    long = TrainConfig(600, "giph:formulation", num_envs=2, steps_per_env=30)
+    train([chain([[1, 2]] * 30)], config=long, callback=rows.append)
+    assert np.isfinite([row["reward_mean"] for row in rows]).sum() >= 4
+
+
+def test_a_start_has_one_phase() -> None:
+    problem = replace(chain([[1, 1]] * 3), objective="period", max_phases=2)
+    phases = np.array([[0] * 3, [1] * 3], np.int32)
+    train([problem], config=TrainConfig(64, network=SMALL), baseline=load("best_of", evaluations=9))
+    with pytest.raises(PolicyError, match="warm start 0 takes turns in 2 phases"):
+        train([problem], config=TrainConfig(64, network=SMALL), warm=[phases])
+
+
+@pytest.mark.parametrize("wrong", [{"without": [42]}, {"episodes": 1}, {"keep": 0.0}])
+def test_options_of_group_relative_are_checked(wrong: dict[str, Any]) -> None:
+    groups = {"algorithm": "agents.dispatch.train:GroupRelative", "algorithm_options": wrong}
+    with pytest.raises(PolicyError, match=r"must be at least 2.*numbers from 0 to 41"):
+        train([layered(0, 2, 2, 2)], config=TrainConfig(64, "dispatch", **groups))
+
+
 def test_dispatch_learns_from_the_graphs_that_it_decodes() -> None:
     """Its decodes know no start, so what it learns from has none."""
     problem = layered(0, 3, 3, 2)
@@ -291,6 +314,12 @@ def test_dispatch_learns_from_the_graphs_that_it_decodes() -> None:
     ids = torch.zeros(1, dtype=torch.long)
     learned, decoded = (net.encode(s, ids).devices for s in (tasks.store, GraphStore([problem])))
     assert torch.equal(learned, decoded)
+    larger = layered(0, 5, 6, 4)
+    for weights in net.parameters():
+        torch.nn.init.normal_(weights, std=2.0)
+    policy = TrainedPolicy(net, {"config": {"cold": False}})
+    start = load("heft")(larger).placement
+    assert np.array_equal(policy.place(larger, start), policy.place(larger))
 
 
 class Growing:

@@ -410,6 +410,9 @@ def test_perturbed_machines() -> None:
         assert {d for x in links for d in (x.src, x.dst)} <= set(p.cluster.device_names)
     for seed in range(4):  # a device that streams goes with the one whose memory it shares
         assert len(Perturbation(drop=1.0, variants=10)([with_twins(seed, 6, 4)])) == 11
+        streams = Perturbation(drop=0.0, bandwidth=0.0, variants=1)([with_twins(seed, 6, 4)])[1]
+        seconds = streams.profile.compute_s  # the same operator on the same device
+        assert np.array_equal(seconds, seconds[:, streams.cluster.worker])
     with pytest.raises(EnvError, match="variants = -1 must be at least 0"):
         Perturbation(variants=-1)
     alone = DevicePlacementEnv([problem], perturbation=Perturbation(variants=0))

@@ -1,5 +1,6 @@
 """Compiled runs: equal results, kinds, what is kept, and what gets in the way."""
 
+import copy
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from placement import capture
 from placement.cluster import Cluster, Device
@@ -296,6 +297,17 @@ def test_code_with_a_number_made_of_a_large_parameter_is_of_its_values_alone(pre
             gain.fill_(3.0)
         x = torch.randn(4, 16)
         torch.testing.assert_close(runner(x), module(x))
+
+
+def test_pytorch_that_copies_graphs_is_given_one_that_stays(monkeypatch) -> None:
+    """Before 2.13 a graph cannot be donated, and would be copied with its parameters."""
+
+    def older(gm, example_inputs, *, dynamic_shapes="from_graph", options=None, aot=False):
+        return copy.deepcopy(gm)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", older)
+    graph = fx.symbolic_trace(nn.Linear(2, 2))
+    assert compiled.compiled_alone(graph, [torch.ones(2)], {}) is graph
 
 
 def test_an_expanded_example_is_read_as_what_was_compiled_reads_it() -> None:
