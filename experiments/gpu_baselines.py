@@ -287,7 +287,11 @@ def _offloaded_seconds(module: nn.Module, inputs: Any, limits: dict[Any, int]) -
     args, kwargs = split_inputs(inputs)
     module, whole = copy.deepcopy(module), [*(x.__name__ for x in LAYERS), "EmbeddingBag"]
     where = accelerate.infer_auto_device_map(module, limits, no_split_module_classes=whole)
-    accelerate.dispatch_model(module, where, main_device=next(iter(limits)))
+    first = next(iter(limits))
+    if first in where.values():
+        accelerate.dispatch_model(module, where, main_device=first)
+    else:  # nothing stays there: ``dispatch_model`` would compute all on the CPU
+        accelerate.cpu_offload(module, execution_device=first)
     return timed(
         lambda: pytree.tree_map(Tensor.cpu, pytree.tree_leaves(module(*args, **kwargs))), 3
     )

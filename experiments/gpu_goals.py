@@ -86,6 +86,7 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
     shown = Goals(rows)
     of, add = shown.of, shown.add
     more = not LATER.isdisjoint(kind_of(r["section"]) for r in rows)
+    short = 14 if more else 2  # models with memory for a share of them
     results, many = [r["ok"] for r in rows if "way" in r], of("correct", "ok", "many")
     add("results of 12 models", "all equal, the same bits twice", results, 96, counted, all)
     add("300 micro-batches", "no fault", many, 1, counted, all)
@@ -123,11 +124,12 @@ def goals(rows: Sequence[dict[str, Any]]) -> str:
         of("memory", "plan_over_accelerate"), 2, span, lambda v: min(v) > 1)  # fmt: skip
     add("half of the memory: plan over the CPU alone", "at least 0.98x",
         [r["cpu_ms"] / r["plan_ms"] for r in rows if {"cpu_ms", "plan_ms", "model_mib"} <= {*r}],
-        14 if more else 3, span, lambda v: min(v) >= 0.98)  # fmt: skip
+        short, span, lambda v: min(v) >= 0.98)  # fmt: skip
+    # A row of "optimize" is one that failed, beside that of its model.
     add("another plan where memory is short", "none is out of memory",
-        ["OutOfMemory" not in r.get("failed", "") for r in rows
-         if "model_mib" in r or r["item"].endswith("optimize")],
-        14 if more else 4, counted, all)  # fmt: skip
+        ["model_mib" in r for r in rows if "model_mib" in r
+         or (r["item"].endswith("optimize") and "OutOfMemory" in r.get("failed", ""))],
+        short, counted, all)  # fmt: skip
     add("resnet50_b32: period, launched one by one, over its kernels", "at least 0.98x",
         [x / y for x in of("plans", "gpu_ms", "resnet50_b32, period")
          for y in of("profile", "kernels_ms", "resnet50_b32")], 1, span,

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
+from experiments.gpu.predictions import predicted
 from experiments.runs import in_turns, two_cores
 from experiments.study import Option, Options, Study, run, say
 from experiments.tables import Column, geometric_mean, table
@@ -45,7 +46,6 @@ from placement.runs.ways import (
     timed,
     torch_compiled,
 )
-from placement.simulator import evaluate
 from placement.tools.threads import torch_threads
 from placement.workloads import load
 
@@ -66,8 +66,8 @@ class Cut:
 
     @property
     def latency_s(self) -> float:
-        """As it is predicted."""
-        return float(evaluate(self.problem, self.placement[None]).latency_s[0])
+        """Of a call, as it is predicted."""
+        return predicted(self.problem, self.placement)[0]
 
 
 def rows(options: Options) -> Iterator[dict[str, Any]]:
@@ -176,7 +176,7 @@ def random_runs(problem: Problem, count: int) -> tuple[NDArray[np.float64], NDAr
     if not count:
         return np.zeros(0), np.zeros(0)
     took = [run_placement(problem, p, CALLS, 2, 1)[0] for p in placed]
-    return evaluate(problem, placed).latency_s, np.array(took)
+    return np.array([predicted(problem, p)[0] for p in placed]), np.array(took)
 
 
 def random_placements(problem: Problem, count: int, seed: int = 0) -> NDArray[np.int32]:

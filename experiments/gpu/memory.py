@@ -19,6 +19,7 @@ from torch import nn
 
 from experiments.gpu.bench import Bench
 from experiments.gpu.models import all_on, bytes_of, expected_of
+from experiments.gpu.predictions import predicted
 from experiments.gpu_baselines import (
     Decoder,
     DiffusionTransformer,
@@ -208,7 +209,7 @@ def _under(bench: Bench, case: Case, budget: str, share: float) -> None:
     others = {way: ms.get(f"{way}_ms", math.inf) for way in OTHERS}
     best = min(others, key=others.__getitem__)
     bound_ms = (least_s(own) + own.called_s()) * 1e3
-    told_ms = (float(evaluate(own, plan[None]).latency_s[0]) + own.called_s(plan)) * 1e3
+    told_ms = predicted(own, plan)[0] * 1e3
     bench.emit(
         f"{name}, {budget}",
         model_mib=size / 2**20,
@@ -303,6 +304,6 @@ def beside(problem: Problem, placement: np.ndarray, measured_mib: float) -> dict
 
     It is off by a part of what was measured, or of a MiB where that is less.
     """
-    predicted = float(simulate(problem, placement).peak_bytes[1]) / 2**20
-    off = (predicted - measured_mib) / max(measured_mib, 1.0)
-    return {"predicted_mib": predicted, "allocator_mib": measured_mib, "predicted_off": off}
+    peak_mib = float(simulate(problem, placement).peak_bytes[1]) / 2**20
+    off = (peak_mib - measured_mib) / max(measured_mib, 1.0)
+    return {"predicted_mib": peak_mib, "allocator_mib": measured_mib, "predicted_off": off}

@@ -6,25 +6,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import nn
 
 from experiments.gpu.bench import Bench
 from experiments.gpu.memory import memory_of, placements, run
 from experiments.gpu.models import bytes_of, expected_of
+from experiments.gpu.predictions import predicted
 from experiments.gpu_baselines import ratio
 from placement import pieces
 from placement.capturing import capture
 from placement.executor.streamed import with_streaming
 from placement.problem import Problem
-from placement.simulator import evaluate
 
 EQUAL = 8  # pieces, of which a planner deals out as many to each as it can use
+COPIED = 8  # pieces that are copied to the GPU in turns, through a buffer for two of them
+# Of the memory that the GPU may use: the rest is not promised, or is cuBLAS' and the results'.
+USED = 0.75
 FREE = pieces.Moves(0.0, math.inf, math.inf)  # it is cut, whether that pays or not
 
 
 def one_matrix(bench: Bench) -> None:
-    """Whole, in equal pieces, and in one piece for each way to it, by the speed of that way.
+    """Whole, in equal pieces, and in pieces for each way to it, by the speed of that way.
 
     With memory for all of it, and for half: there a part stays on the GPU, a part is copied there,
     and a part is read by the CPU where it lies.
@@ -38,9 +42,9 @@ def one_matrix(bench: Bench) -> None:
     copied_s = size / more.links[-1].bandwidth_bytes_per_s
     expected = expected_of(module, [inputs])[0][0]
     for name, room in {"all": 3.0, "half": 0.5}.items():
-        rates = [1 / cpu_s, 1 / gpu_s] if room > 1 else [1 / cpu_s, 1 / copied_s]
-        stays = 0.0 if room > 1 else 0.8 * room
-        by_speed = [(1 - stays) * rate / sum(rates) for rate in rates] + [stays] * (stays > 0)
+        by_speed = [gpu_s / (cpu_s + gpu_s), cpu_s / (cpu_s + gpu_s)]
+        if room < 1:
+            by_speed = within(room, copied_s / (cpu_s + copied_s))
         ways = {"whole": None, "equal": [1 / EQUAL] * EQUAL, "by speed": by_speed}
         if bench.emulated:
             ways = {"by speed": by_speed} if name == "half" else {}
@@ -56,17 +60,35 @@ def one_matrix(bench: Bench) -> None:
                     placed = {key: placed[key] for key in ("planned", "plan")}
                     ms, facts = run(bench, placed, inputs, expected)
                 posed, plan = placed["planned"]
-                told_s = float(evaluate(posed, plan[None]).latency_s[0]) + posed.called_s(plan)
+                told_s = predicted(posed, plan)[0]
                 bench.emit(
                     f"memory for {name}, {way}",
                     **ms,
                     predicted_ms=told_s * 1e3,
                     latency_off=ratio(told_s * 1e3, ms.get("planned_ms")) - 1,
                     shares=", ".join(f"{x:.2f}" for x in shares or ()),
-                    bytes_on=", ".join(f"{x / size:.2f}" for x in posed.param_bytes_on(plan)),
+                    bytes_on=", ".join(f"{x:.2f}" for x in read_on(posed, plan)),
                     **facts,
                     ok=facts.get("plan_error", facts.get("planned_error", 0.0)) <= 3e-3,
                 )
+
+
+def within(room: float, on_cpu: float) -> list[float]:
+    """Shares of pieces: the CPU's, those that are copied, and what stays on the GPU.
+
+    The GPU has memory for a share of ``room``, in which the buffer is beside what stays. Of what
+    does not stay the CPU reads ``on_cpu``.
+    """
+    buffer = 2 / COPIED * (1 - on_cpu)  # of what does not stay
+    stays = (USED * room - buffer) / (1 - buffer)
+    cpu, copied = (1 - stays) * on_cpu, (1 - stays) * (1 - on_cpu)
+    return [cpu, *[copied / COPIED] * COPIED, stays]
+
+
+def read_on(problem: Problem, placement: np.ndarray) -> np.ndarray:
+    """float64 ``[D]``: the share of parameters that operators of each device read."""
+    size = problem.graph.op_param_bytes
+    return np.bincount(placement, size, problem.num_devices) / size.sum()
 
 
 def _whole(shares: Sequence[float]) -> tuple[float, ...]:

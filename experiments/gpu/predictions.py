@@ -140,10 +140,9 @@ def fidelity(bench: Bench, key: str, module: nn.Module, inputs: Any, graph: OpGr
 
 
 def predicted(problem: Problem, placement: np.ndarray) -> tuple[float, float]:
-    """Predicted seconds of a call, and the predicted period."""
-    values, is_single = evaluate(problem, placement[None]), (placement == placement[0]).all()
-    call_s = 0.0 if is_single else problem.profile.provenance.get("call_s", 0.0)
-    return float(values.latency_s[0]) + call_s, float(values.period_s[0])
+    """Predicted seconds of a call, as it is timed from outside, and the predicted period."""
+    values = evaluate(problem, placement[None])
+    return float(values.latency_s[0]) + problem.overhead_s(placement), float(values.period_s[0])
 
 
 def agreement(plain: np.ndarray, followed: np.ndarray, took: np.ndarray) -> dict[str, float]:

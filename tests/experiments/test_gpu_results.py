@@ -120,6 +120,18 @@ def test_a_later_run_replaces_sections_of_an_earlier_one(tmp_path: Path, capsys:
     assert "of ACME G (1) and ACME H: give those of one card" in capsys.readouterr().err
 
 
+def test_the_table_of_a_half_has_no_rows_of_a_quarter(tmp_path: Path) -> None:
+    file = json.loads((study.RESULTS / "gpu.json").read_text())
+    for item, budget in (("moe, half", 0.5), ("moe, quarter", 0.25)):
+        row = {"section": "streaming", "item": item, "budget": budget, "plan_ms": 2.0}
+        file["rows"].append(row)
+    (tmp_path / "gpu.json").write_text(json.dumps(file))
+    for name in ("gpu_plans.csv", "gpu_plans.md"):
+        (tmp_path / name).write_bytes((study.RESULTS / name).read_bytes())
+    text = gpu_results.headlines(tmp_path)
+    assert "| moe, half | 2.0 ms |" in text and "quarter" not in text
+
+
 @pytest.mark.parametrize("lacks", ["gpu.jsonl", "profiles.zip", "problems"])
 def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path: Path, lacks: str, capsys: Any) -> None:
     folder = folder_of_a_run(tmp_path, *([] if lacks == "problems" else ["m"]))

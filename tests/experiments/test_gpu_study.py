@@ -15,10 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import gpu_goals
-from experiments.gpu import bench, models, plans, predictions, processes
+from experiments import gpu_baselines, gpu_goals
+from experiments.gpu import bench, memory, models, plans, predictions, processes
+from experiments.gpu import pieces as one_matrix
 from experiments.gpu.bench import Bench
+from experiments.pieces import Cut
 from experiments.study import ROOT, StudyError
+from placement import pieces
+from placement.capturing import capture
+from placement.cluster import Cluster, Device
+from placement.simulator import evaluate
+from tests.problems import graph_of, problem_on
 
 # What the emulated device, or this machine, cannot do; and it frees late where the machine is busy.
 EXCUSED = ("nvidia-smi", "half of the activations")
@@ -139,6 +146,13 @@ def test_every_goal_says_what_was_reached_and_whether_that_is_enough() -> None:
     what = "another plan where memory is short"
     assert "| 14 of 14 | yes |" in line(what, *[ran] * 14)
     assert "| 13 of 14 | no |" in line(what, *[ran] * 13, short)
+    assert "| 14 of 15 | no |" in line(what, *[ran] * 14, short)
+    # The first command has two models, and no row of a way to a plan that did not fail.
+    two = [row("memory", x, model_mib=1.0, cpu_ms=2.0, plan_ms=1.0) for x in ("decoder", "dlrm")]
+    late = row("memory", "dlrm, optimize", failed="stopped, as 20 s for 'optimize' were over")
+    assert "| 2 of 2 | yes |" in line(what, *two, late)
+    assert "| 1 of 1; 1 of 2 were done | no |" in line(what, two[0], late)
+    assert "| 2.000 | yes |" in line("half of the memory: plan over the CPU alone", *two)
     slow = row("profile", "resnet50_b32", kernels_ms=4.0)
     what = "resnet50_b32: period, launched one by one, over its kernels"
     for ms, met in ((4.0, "1.000 | yes"), (3.9, "0.975 | no")):
@@ -268,6 +282,63 @@ def test_predictions_are_compared_with_the_middle_turn_of_placements() -> None:
     once = predictions.agreement(plain, plain, took[:8])
     assert once["latency_error"] == 0.0 and np.isnan(once["latency_floor"])
     assert facts["latency_rank_again"] > 0.999 and np.isnan(once["latency_rank_again"])
+
+
+def test_predicted_seconds_of_a_call_are_those_from_outside() -> None:
+    """Also of random placements of pieces, which are timed as whole calls."""
+    graph = graph_of(2, [(0, 1)])
+    profile = {"overhead_s": np.array([1e-3, 2e-3])}
+    problem = problem_on(graph, [[0.5, 0.25]] * 2, profile=profile, num_microbatches=1)
+    assert predictions.predicted(problem, models.all_on(graph, 0)) == (1.001, 1.0)
+    assert predictions.predicted(problem, models.all_on(graph, 1)) == (0.502, 0.5)
+    both = np.array([0, 1], np.int32)
+    assert predictions.predicted(problem, both)[0] == pytest.approx(0.752)
+    assert Cut(graph, problem, both).latency_s == pytest.approx(0.752)
+
+
+def test_accelerate_copies_for_every_call_where_nothing_stays_on_the_gpu(monkeypatch):
+    """It would hold no layer there, as it leaves room for the largest; it is not the CPU's time."""
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs = gpu_baselines.Decoder(4, 64).eval(), torch.randn(1, 8, 64)
+    offload, dispatch, asked = accelerate.cpu_offload, accelerate.dispatch_model, []
+
+    def beside(module: Any, execution_device: Any) -> None:
+        asked.append((execution_device, module))
+        offload(module, "cpu")  # there is no GPU
+
+    monkeypatch.setattr(accelerate, "cpu_offload", beside)
+    monkeypatch.setattr(accelerate, "dispatch_model", Mock(wraps=dispatch))
+    room = int(1.5 * models.bytes_of(model.layers[0]))
+    assert gpu_baselines.offloaded_seconds(model, inputs, {0: room, "cpu": 2**40}) > 0
+    ((device, module),) = asked
+    assert device == 0 and all(x.is_meta for x in module.parameters())
+    accelerate.dispatch_model.assert_not_called()
+    gpu_baselines.offloaded_seconds(model, inputs, {"cpu": 2**40})  # as on the emulated GPU
+    assert len(asked) == accelerate.dispatch_model.call_count == 1
+
+
+@pytest.mark.parametrize("on_cpu", [0.05, 0.66, 0.95])
+def test_pieces_by_speed_fit_where_they_are_meant_to_be(on_cpu: float) -> None:
+    """In half of the memory: what stays, the buffer, and what cuBLAS keeps of a GiB."""
+    module = torch.nn.Linear(1024, 1024)
+    shares = tuple(one_matrix.within(0.5, on_cpu))
+    whole = capture(module, torch.randn(1, 1024), name="matrix")
+    graph = pieces.split(whole, shares, moves=one_matrix.FREE)
+    size, seconds = models.bytes_of(module), np.ones((graph.num_ops, 3))
+    gpu = Device("cuda:0", "cuda", memory_bytes=int(memory.PROMISED * 0.5 * size))
+    streams = Device("streamed/cuda:0", "cuda", streams="cuda:0", memory_bytes=2**30)
+    cluster = Cluster("gpu", (Device("cpu:0", memory_bytes=2**30), gpu, streams))
+    kept = np.full((graph.num_ops, 3), size * 33 // 1024) * [0, 1, 1]
+    problem = problem_on(graph, seconds, cluster=cluster, profile={"library_bytes": kept},
+                         objective="latency", num_microbatches=1)  # fmt: skip
+    placement = np.zeros(graph.num_ops, np.int32)
+    reads = np.flatnonzero(graph.op_param_bytes)
+    placement[reads] = [0, *[2] * one_matrix.COPIED, 1]
+    assert evaluate(problem, placement[None]).feasible.all()
+    cpu, *copied, stays = shares
+    there = one_matrix.read_on(problem, placement)
+    np.testing.assert_allclose(there, [cpu, stays, sum(copied)], atol=5e-3)
+    assert cpu / (1 - stays) == pytest.approx(on_cpu) and stays > 0.15
 
 
 def test_all_sections_take_less_than_eight_minutes(tmp_path: Path) -> None:
