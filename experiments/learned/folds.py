@@ -673,6 +673,10 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
         mine = [r for r in rows if (r.objective, r.machine) == (x[0], machine)]
         return percent(over(mine, x[1], 0.1, BEST_RULE, True))
 
+    def added(x: tuple[str, str], seconds: float) -> str:
+        before = PPO_UNTRAINED if x[1] == PPO else UNTRAINED
+        return percent(over(kinds.get(x[0], []), x[1], seconds, before))
+
     def cost(arm: str) -> float:
         seconds = [r.training_s for r in rows if r.arm == arm and r.training_s is not None]
         return float(np.median(seconds)) if seconds else np.nan
@@ -705,6 +709,12 @@ def parts(rows: Sequence[Row], options: Options) -> dict[str, Any]:
             Column("objective", lambda x: x[0]),
             Column("arm", lambda x: x[1]),
             *(Column(m, partial(on, machine=m)) for m in (FOUR, UNLIKE, GPU)),
+        ),
+        "added": table(
+            [x for x in lines if x[1] in LEARNED and x[1] not in (UNTRAINED, PPO_UNTRAINED)],
+            Column("objective", lambda x: x[0]),
+            Column("arm", lambda x: x[1]),
+            *(Column(f"{s:g} s", partial(added, seconds=s)) for s in BUDGETS_S),
         ),
         "costs": table(
             [a for a in arms if a in LEARNED],
@@ -741,6 +751,7 @@ def plot(rows: Sequence[Row], path: Path, options: Options) -> None:
                 style = "-" if arm in LEARNED else "--"
                 line = axis.plot(list(points), list(points.values()), style, marker=".", label=arm)
                 line[0].set_color(f"C{number}" if number < 10 else "black")
+                line[0].set_marker("." if number < 10 else "ovs"[number - 10])
         axis.set(title=objective, xscale="log", xlabel="processor seconds")
         axis.legend(fontsize="x-small")
     axes[0].set_ylabel("value over that of the best of all rules")
