@@ -385,11 +385,13 @@ def compiled_alone(
     Raises:
         Exception: Inductor refuses the graph, or what it needs is missing.
     """
-    from torch._inductor import standalone_compile
+    import torch._inductor
 
+    standalone_compile: Any = torch._inductor.standalone_compile
     donated = {"donate_graph_module": True}  # or it is copied, with its parameters
     if donated.keys() - signature(standalone_compile).parameters:  # PyTorch before 2.13
-        donated, graph.__deepcopy__ = {}, lambda _: graph
+        donated = {}
+        graph.__dict__["__deepcopy__"] = lambda _: graph
     made: Callable[..., Any] = standalone_compile(
         graph,
         list(inputs),
