@@ -168,7 +168,7 @@ class Profile:
                     "--predict roofline"
                 )
             columns.append(self.device_names.index(source))
-            factors.append(1.0 / device.speed)
+            factors.append(1.0 / device.speed if source == device.like else 1.0)
         scale = np.asarray(factors)
         measured = {(x.src, x.dst): x for x in self.links}
         links = [

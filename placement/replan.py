@@ -101,8 +101,9 @@ def first_choices(problem: Problem, was: Choice) -> Choice:
     seconds = problem.group_compute_s
     able = np.isfinite(seconds)
     lost = np.flatnonzero(was < 0)
-    fastest = np.where(able, seconds, 0.0).sum(axis=0) / able.sum(axis=0).clip(1)
-    alone = np.where(able[:, fastest.argmin()], fastest.argmin(), able.argmax(axis=1))
+    whole_s = np.where(able, seconds, 0.0).sum(axis=0)
+    fastest = np.lexsort((whole_s, -able.sum(axis=0)))[0]  # of those that can run the most
+    alone = np.where(able[:, fastest], fastest, able.argmax(axis=1))
     rows: list[Choice] = [alone.astype(np.int32)]
     load = np.zeros(problem.num_devices)
     placed = np.flatnonzero(was >= 0)

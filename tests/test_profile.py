@@ -108,6 +108,10 @@ def test_a_device_like_another_is_scaled_and_has_its_links() -> None:
     assert profile.spread_s.tolist() == [[0.4, 0.05], [0.2, 0]]
     links = Link("cpu:0", "fast", 0.5, 4.0, channel="pcie"), Link("fast", "cpu:0", 0.1)
     assert set(profile.links) == set(links)
+    half = Cluster("half", (Device("cpu:0", like="cpu:0", speed=0.5),))  # like the measured one
+    assert make().for_cluster(half).compute_s.tolist() == [[8], [4]]
+    own = Cluster("own", (Device("cpu:0", speed=0.5),))  # measured as it is
+    assert make().for_cluster(own).compute_s.tolist() == [[4], [2]]
 
 
 @pytest.mark.parametrize("declared", [Link("cpu:0", "cuda:0", 9.0), Link("cpu:*", "*", 9.0)])

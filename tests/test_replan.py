@@ -92,6 +92,10 @@ def test_one_takes_over_or_what_is_lost_is_dealt_out() -> None:
     assert [1, 1, 1, 1, 0, 0] in rows and [1, 1, 0, 0, 0, 0] in rows
     assert [1, 1, 0, 1, 0, 0] in rows or [1, 1, 1, 0, 0, 0] in rows
     assert [0] * 6 in rows  # one device alone
+    # The third is the fastest at what it can run, and can run nothing else.
+    seconds = np.array([[10.0, 1.0, 0.1], [10.0, 1.0, np.inf], [10.0, 1.0, np.inf]])
+    rows = first_choices(by_hand.small_problem(seconds), np.array([-1, 0, 0], np.int32)).tolist()
+    assert rows[0] == [1, 1, 1]
 
 
 def test_branches_stay_apart() -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from typing import TYPE_CHECKING
 
 from placement import cli
 from placement.cli import profiled
 from placement.tools.files import FileError, cache_folder, csv_text, write_atomic
-
-if TYPE_CHECKING:
-    from placement.cluster import Cluster
 
 EXAMPLE = """examples:
   placement profile resnet50
@@ -82,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
         return ranks.run(args)
     from placement.costs.corpus import remember
-    from placement.costs.measure import cached_path, measure
+    from placement.costs.measure import cached_path, measurable, measure
     from placement.costs.measure_within import measure_within
 
     with cli.says_if_busy(), cli.progress() as report, cli.says_when_compiling():
@@ -188,10 +184,3 @@ def _check_output(out: str | None) -> None:
 
 def _or(out: str | None) -> str:
     return "" if out else "; or set PLACEMENT_HOME to another folder"
-
-
-def measurable(cluster: Cluster) -> Cluster:
-    """The cluster itself, or this machine where it is described in terms of this machine."""
-    from placement.cluster import Cluster
-
-    return Cluster.detect() if any(d.like for d in cluster.devices) else cluster

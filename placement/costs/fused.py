@@ -33,7 +33,7 @@ from placement.executor.alone import on_one_device, placed, run_seconds
 from placement.executor.inductor import kernel_seconds, kernels_of
 from placement.executor.runner import Runner
 from placement.executor.share import runs_of, shares
-from placement.graph import OpGraph, reuse_position
+from placement.graph import OpGraph
 from placement.problem import Problem, Solution
 from placement.profile import Profile, ProfileError
 from placement.simulator import score
@@ -177,9 +177,7 @@ def _whole(
     """All of the graph on one device after another; runs are divided as ``like`` ``[N, C]`` says,
     or None: as operators take it."""
     one = Cluster("one", cluster.devices[:1])
-    of_one = Problem(graph, one, replace(profile.for_cluster(one), loaded_s=None))
-    by_reuse = profile.provenance.get("order") == "reuse"
-    priority = reuse_position(graph) if by_reuse else of_one.rank_position
+    priority = Problem(graph, one, replace(profile.for_cluster(one), loaded_s=None)).priority
     if like is None:
         like = profile.compute_s[:, cpus]
     inputs = graph.program.timing_inputs()

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -251,7 +251,8 @@ def typical(rounds: Floats) -> Floats:
     calm = np.where(disturbed[:, None], np.nan, rounds)
     middle = np.nanmedian(calm, axis=0)
     total: Floats = np.nanmedian(np.where(disturbed, np.nan, whole), axis=0)
-    return middle * (total / middle.sum(axis=0))
+    whole_s = middle.sum(axis=0)  # 0 of a device on which nothing ran
+    return middle * np.divide(total, whole_s, out=np.ones_like(total), where=whole_s > 0)
 
 
 def load_or_measure(
@@ -269,14 +270,13 @@ def load_or_measure(
     is content with any, and measures 10 where there is none. ``again``: it is measured in any case.
 
     A cluster may hold devices that are described in terms of a measured one (``like``); those
-    that are measured must be on this machine. A profile that cannot be saved (no space, no
-    permission) is returned all the same, with a warning.
+    that are measured (see ``measurable``) must be on this machine. A profile that cannot be saved
+    (no space, no permission) is returned all the same, with a warning.
     """
     check_captured(graph, cluster, ProfileError)
-    is_like = any(d.like is not None for d in cluster.devices)
-    if is_like or cluster.streaming:
+    here = measurable(cluster)
+    if here.devices != cluster.devices:
         options: dict[str, Any] = {"repeats": repeats, "progress": progress, "folder": folder}
-        here = Cluster.detect() if is_like else cluster.workers
         return load_or_measure(graph, here, again=again, **options).for_cluster(cluster)
     path = cached_path(graph, cluster, folder)
     if os.path.exists(path) and not again:  # (Path.exists raises where nothing may be seen)
@@ -288,6 +288,21 @@ def load_or_measure(
     if is_saved(profile, path):
         remember(graph, cluster, profile, folder)
     return profile.for_cluster(cluster)
+
+
+def measurable(cluster: Cluster) -> Cluster:
+    """The devices to measure for a cluster: its own, and those here that others are ``like``.
+
+    All devices of this machine where it has none of its own.
+    """
+    workers = cluster.workers
+    own = tuple(d for d in workers.devices if d.like is None)
+    if len(own) == workers.num_devices:
+        return workers
+    here = Cluster.detect()
+    names = {d.like for d in workers.devices} - {d.name for d in own}
+    others = tuple(d for d in here.devices if d.name in names)
+    return replace(here, devices=(*own, *others)) if own else here
 
 
 def is_saved(profile: Profile, path: Path) -> bool:
@@ -369,8 +384,9 @@ def better_order(
     """
     if graph.piece is not None:
         return "graph", np.arange(graph.num_ops, dtype=np.int32)
-    with on_one_device(graph, cluster, 0, range(graph.num_ops)) as runner:
-        seconds = run_seconds(runner, inputs, 2)[:, None]
+    runner, _ = as_it_can(graph, cluster, 0, np.arange(graph.num_ops, dtype=np.int32), inputs)
+    with closing(runner):
+        seconds = run_seconds(runner, inputs, 1)[:, None]
     one = Cluster("one", cluster.devices[:1])
     rank = Problem(graph, one, Profile(one.device_names, seconds, seconds * 0)).rank_position
     forward = ~graph.is_backward[graph.param_use_op]
@@ -419,10 +435,13 @@ def _run_together(runners: Sequence[Alone], inputs: Sequence[Tensor], whole_s: f
     pipeline. In step they would read the same parameters at the same time, and one would find in
     the cache that they share what the other has just fetched.
     """
-    means = np.empty((runners[0].graph.num_ops, len(runners)))
+    num_ops = runners[0].graph.num_ops
+    means = np.zeros((num_ops, len(runners)))
     times = max(3, int(EFFORT.together_s / max(whole_s, 1e-4)))
-    gate = threading.Barrier(len(runners))
-    busy = set(range(len(runners)))
+    able = [  # one that can run nothing would spin until the others end
+        d for d, r in enumerate(runners) if not isinstance(r, InParts) or len(r.missing) < num_ops
+    ]
+    gate, busy = threading.Barrier(max(len(able), 1)), set(able)
 
     def runs(d: int) -> Iterator[Sequence[Tensor]]:
         for i in itertools.count():
@@ -444,7 +463,7 @@ def _run_together(runners: Sequence[Alone], inputs: Sequence[Tensor], whole_s: f
 
     with ThreadPoolExecutor(len(runners)) as pool:
         try:
-            for future in [pool.submit(work, d) for d in range(len(runners))]:
+            for future in [pool.submit(work, d) for d in able]:
                 future.result()
         except BaseException:  # Ctrl-C too: nobody may be left waiting for the others
             gate.abort()

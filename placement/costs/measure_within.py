@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from placement.cluster import Cluster, Device, Link
 from placement.costs.corpus import Corpus, this_machine
 from placement.costs.features import features
-from placement.costs.measure import measure_links, provenance, typical
+from placement.costs.measure import check_here, measure_links, provenance, typical
 from placement.costs.predictors import Floats, LatencyError, Method, Predictor, profile_of
 from placement.costs.predictors.polynomial import Polynomial
 from placement.costs.predictors.roofline import Roofline
@@ -71,11 +71,18 @@ def measure_within(
     Raises:
         LatencyError: not a positive time, a described device, no captured graph, or that of a
             training step.
+        ProfileError: a device is not on this machine.
         CorpusError: what was measured cannot be read.
     """
     if not seconds > 0:
         raise LatencyError(f"seconds = {seconds}: the time to measure must be positive")
     check_captured(graph, cluster, LatencyError)
+    if described := [d.name for d in cluster.devices if d.like is not None]:
+        raise LatencyError(
+            f"devices {described} are described ('like') and not here to be measured: leave them "
+            "out, or predict all: placement plan --predict roofline"
+        )
+    check_here(cluster)
     if graph.program.gradients:
         raise LatencyError(
             f"graph {graph.name!r} is a training step, so that its operators cannot be "

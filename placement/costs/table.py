@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from placement.cluster import Device
 from placement.costs.features import Features, features
 from placement.costs.predictors import Floats, LatencyError, Sample
+from placement.devices import library
 from placement.graph import OpGraph
 
 NAMES = (
@@ -131,6 +132,11 @@ class Fitted:
                 f"device {device.name!r} is of kind {device.kind!r}, of which nothing was measured "
                 f"on this machine (only {sorted(self.models)}): describe it with 'like: <measured "
                 "device>' and 'speed: <factor>', or give peak rates to roofline"
+            )
+        if device.like in library():
+            raise LatencyError(
+                f"device {device.name!r} is like {device.like!r}, of which nothing was measured on "
+                "this machine; from its published rates: --predict roofline"
             )
         described = features(graph)
         value, spread = self.models[device.kind](described, device)

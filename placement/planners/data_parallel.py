@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.objective import Objective
 from placement.planners import Among, PlannerError
 from placement.problem import ROUNDING, Problem, Solution
 from placement.search.evaluation import INFEASIBLE, Search, single_devices
@@ -51,7 +52,10 @@ class DataParallel:
         # Beside devices that work too, which in turns all of them do.
         able = able[: len(seconds)]
         alone, beside = (x[:, able].sum(axis=0) for x in (problem.compute_s, problem.loaded_s))
-        seconds = seconds * np.where(alone > 0, beside / np.where(alone > 0, alone, 1.0), 1.0)
+        if problem.objective is Objective.ENERGY:  # turns are dealt by time, whatever it costs
+            seconds = np.where(seconds < INFEASIBLE, beside, seconds)
+        else:
+            seconds = seconds * np.where(alone > 0, beside / np.where(alone > 0, alone, 1.0), 1.0)
         order = np.argsort(seconds, kind="stable")
         slack = 0.005  # for fewer phases a period may be longer by this share
         for count in range(2, int((seconds < INFEASIBLE).sum()) + 1):

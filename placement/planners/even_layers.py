@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from placement.problem import Problem, Solution
 from placement.search.evaluation import Search, supported_choice
 
-_LAYER = re.compile(r"(?:.*\.)?[0-9]+(?=\.|$)")
+_LAYER = re.compile(r"(?:.*?\.)??[0-9]+(?=\.|$)")
 
 
 @dataclass(frozen=True)

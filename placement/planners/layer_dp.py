@@ -117,13 +117,19 @@ def _no_chain(problem: Problem) -> str:
 
 
 def _ways(problem: Problem) -> Floats:
-    """float64 ``[G + 1, D, D]``: seconds to hand on what groups before a cut made for it."""
+    """float64 ``[G + 1, D, D]``: seconds to hand on what groups before a cut made for it.
+
+    As if a group handed on all that it made when it ends; tensors wait for each other on the link.
+    """
     graph, count = problem.graph, problem.num_devices
     way = np.zeros((graph.num_groups + 1, count, count))
     src, dst = graph.tensor_src[graph.use_tensor], graph.group[graph.use_dst]
     crosses = (src >= 0) & (graph.group[src] != dst)
-    sent_s = problem.transfers_s(lambda pairs: pairs)[graph.use_tensor[crosses]]
-    np.maximum.at(way, dst[crosses], sent_s)
+    sent, first = np.unique(graph.use_tensor[crosses], return_index=True)  # each to one group
+    cut = dst[crosses][first]
+    gather = np.add if problem.contention else np.maximum
+    gather.at(way, cut, problem.transfers_s(lambda pairs: pairs)[sent])
+    np.add.at(way, cut, problem.link_receive_s)
     return way
 
 

@@ -32,7 +32,8 @@ class LlamaCppSplit:
             hosts, gpus = hosts[:0], hosts
         ends = np.cumsum(problem.memory_bytes[gpus].astype(np.float64))
         embeds = np.zeros(problem.graph.num_groups, bool)
-        embeds[problem.graph.group] = np.array(problem.graph.op_kind) == "embedding"
+        kinds = (kind.removeprefix("aten.").partition(".")[0] for kind in problem.graph.op_kind)
+        embeds[problem.graph.group] = [kind == "embedding" for kind in kinds]
         for on_gpus in range(count, -1 if len(hosts) else count - 1, -1):
             layer = np.arange(count) - (count - on_gpus)
             share = np.maximum(layer, 0) / max(on_gpus, 1) * ends[-1]

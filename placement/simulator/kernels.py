@@ -20,6 +20,7 @@ import numpy as np
 from numba.extending import intrinsic
 
 from placement.simulator.copy_kernels import (
+    FAR,
     begin_copies,
     copy,
     end_call,
@@ -33,7 +34,6 @@ from placement.simulator.run_state import State, Tables, room, state_of, tables
 from placement.tools.jit import inlined, kernel
 
 __all__ = ["State", "Tables", "durations", "room", "run", "run_batch", "state_of", "tables"]
-_FAR = 1e300  # later than any event
 
 
 @intrinsic
@@ -141,7 +141,7 @@ def _begin(t, s):
         s.num_ready[d] = 0
         s.running[d] = -1
         s.reserved[d] = -1
-        s.wake_s[d] = _FAR
+        s.wake_s[d] = FAR
         s.blocked_s[d] = 0.0
         s.last_arrival_s[d] = -1.0
         s.busy[d] = 0.0
@@ -367,7 +367,7 @@ def _start(t, s):
             if s.blocked_s[d] > now:
                 wake_s[d] = s.blocked_s[d]
                 continue
-            wake_s[d] = _FAR
+            wake_s[d] = FAR
             op, slot = _choose(t, s, d)
             if op < 0:
                 continue
@@ -404,7 +404,7 @@ def _start(t, s):
 @inlined
 def _next(s):
     """The next moment at which anything happens."""
-    wake_s, now = s.wake_s, _FAR
+    wake_s, now = s.wake_s, FAR
     for d in range(len(wake_s)):
         now = min(now, wake_s[d])
     return min(now, next_copy_s(s)) if s.streams else now
@@ -433,7 +433,7 @@ def run(t, s):
             break
         before = s.now
         s.now = _next(s)
-        if s.now == _FAR:
+        if s.now == FAR:
             return 1
         if s.track:
             remember(t, s, before)

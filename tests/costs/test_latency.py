@@ -165,6 +165,12 @@ def test_roofline_with_given_rates() -> None:
         Roofline().predict(graph, Device("far", "cpu", cores=(65535,)))
 
 
+def test_a_device_of_the_library_is_not_predicted_from_this_machine() -> None:
+    predictor = predictors.load("polynomial").fit([sample(seed) for seed in range(10)])
+    with pytest.raises(LatencyError, match=r"'a' is like 'amd/epyc-7763'.*--predict roofline"):
+        predictor.predict(model(0), Device("a", "cpu", like="amd/epyc-7763"))
+
+
 # --- profiles ------------------------------------------------------------------------------------
 
 
@@ -185,6 +191,14 @@ def test_a_predicted_profile_is_one_for_simulator_and_planners() -> None:
     far = Cluster("far", (Device("x", like="cpu:0"),))  # like one that is not there
     with pytest.raises(LatencyError, match=r"'cpu:0'.*add them"):
         predictors.profile_of(model(0), far, Roofline(1e10, 1e9, 1e-6))
+
+
+def test_the_speed_of_a_device_of_the_library_counts_once() -> None:
+    a = Device("a", "cuda", like="nvidia/l4")
+    cluster = Cluster("c", (a, replace(a, name="b", speed=0.5)))
+    profile = predictors.profile_of(model(0), cluster, Roofline())
+    for again in (profile, profile.for_cluster(cluster)):
+        assert again.compute_s[:, 1] == pytest.approx(2 * again.compute_s[:, 0])
 
 
 def test_slowdown_by_class() -> None:

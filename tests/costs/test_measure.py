@@ -16,7 +16,14 @@ from placement.cluster import Cluster, Device
 from placement.costs import calibration, transfers
 from placement.costs import measure as measure_module
 from placement.costs.calibration import Costs, _ways, at_speed, calibrated, pieces, scaled
-from placement.costs.measure import MeasuringEffort, cached_path, load_or_measure, measure, typical
+from placement.costs.measure import (
+    MeasuringEffort,
+    cached_path,
+    load_or_measure,
+    measurable,
+    measure,
+    typical,
+)
 from placement.costs.transfers import fit_link, measure_links
 from placement.executor.runner import Runner
 from placement.graph import OpGraph
@@ -215,6 +222,27 @@ def test_described_devices_are_scaled_from_measured_ones(tmp_path, monkeypatch):
     described = Cluster("described", (TWO.devices[0], fast))
     profile = load_or_measure(graph, described, folder=tmp_path)
     np.testing.assert_allclose(profile.compute_s[0], [1e-4, 2.5e-5])
+
+
+def test_a_cluster_s_own_devices_are_measured_as_it_declares_them(tmp_path, monkeypatch):
+    graph, seen = branches(), []
+
+    def fake(graph, cluster, **_):
+        seen.append(cluster.devices)
+        seconds = np.full((graph.num_ops, cluster.num_devices), 1e-4)
+        return Profile(cluster.device_names, seconds, seconds * 0, provenance={})
+
+    monkeypatch.setattr(measure_module, "measure", fake)
+    monkeypatch.setattr(Cluster, "detect", lambda *a: TWO)
+    for name, others in (("cpu:0", ()), ("big", TWO.devices[:1])):
+        own = Device(name, "cpu", (0, 1), 2)
+        fast = Device("fast", "fast", like="cpu:0", speed=4.0)
+        profile = load_or_measure(graph, Cluster("c", (own, fast)), folder=tmp_path)
+        assert seen.pop() == (own, *others)
+        np.testing.assert_allclose(profile.compute_s[0], [1e-4, 2.5e-5])
+    everything = measurable(Cluster("described", (fast,)))
+    assert everything is TWO  # none of its own
+    assert measurable(Cluster("c", (own, Device("far", like="nvidia/l4")))).devices == (own,)
 
 
 def test_no_space_left_gives_the_profile_and_a_warning(tmp_path, monkeypatch):

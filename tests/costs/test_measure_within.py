@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from placement.capturing import capture
-from placement.cluster import Cluster
+from placement.cluster import Cluster, Device
 from placement.costs.corpus import Corpus, remember, this_machine
 from placement.costs.measure import measure
 from placement.costs.measure_within import choose, measure_within, part, predict_here
 from placement.costs.predictors import LatencyError
 from placement.costs.predictors.roofline import Roofline
-from placement.profile import Profile
+from placement.profile import Profile, ProfileError
 from placement.program import run_program
 from placement.workloads import load
 from tests.problems import written
@@ -77,6 +77,11 @@ def test_a_profile_within_seconds() -> None:
         measure_within(graph, cluster, -1)
     with pytest.raises(LatencyError, match="no program"):
         measure_within(graph.without_program(), cluster, 1.0)
+    far = Device("far", "cpu", like="amd/epyc-7763")
+    with pytest.raises(LatencyError, match=r"devices \['far'\] are described"):
+        measure_within(graph, Cluster("c", (*cluster.devices, far)), 1.0, method=RATES)
+    with pytest.raises(ProfileError, match=r"'cpu:9' uses cores \[10000\]"):
+        measure_within(graph, Cluster("c", (Device("cpu:9", "cpu", (10_000,)),)), 1.0, method=RATES)
 
 
 def test_what_was_measured_in_one_model_is_known_in_the_next() -> None:

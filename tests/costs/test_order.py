@@ -146,7 +146,8 @@ def test_the_faster_order_is_measured(monkeypatch, takes, order):
 
     monkeypatch.setattr(measure_module, "run_seconds", run)
     devices = (Device("cpu:0"), Device("cpu:1"), Device("cuda:0", "cuda"))[: len(takes)]
-    chosen, position = measure_module.better_order(graph, Cluster("c", devices), [])
+    inputs = graph.program.timing_inputs()
+    chosen, position = measure_module.better_order(graph, Cluster("c", devices), inputs)
     assert chosen == order
     assert (position.tolist() == by_reuse) == (order == "reuse")
 

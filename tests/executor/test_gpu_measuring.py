@@ -77,6 +77,24 @@ def test_a_model_larger_than_the_gpu_is_measured_in_parts_and_can_be_planned(row
             torch.testing.assert_close(runner(*inputs), module(*inputs))
 
 
+def test_a_model_larger_than_the_gpu_that_stands_first_is_measured(briefly):
+    *_, graph = wide(1_000, 2200)
+    with emulated_gpu.emulated(memory_bytes=40_000_000):
+        profile = measure(graph, Cluster("gpu first", (GPU, CPU)), repeats=1)
+    assert profile.provenance["in_parts"] == ["cuda:0"]
+    assert np.isfinite(profile.compute_s).all()
+
+
+@pytest.mark.parametrize("cluster", [BOTH, Cluster("gpu first", (GPU, CPU))])
+def test_a_gpu_that_can_run_nothing_of_a_model_is_infinite(cluster, briefly):
+    graph = capture(nn.ReLU(), torch.ones(4))
+    with emulated_gpu.emulated(missing={"aten.relu.default"}):
+        profile = measure(graph, cluster, repeats=1)
+    gpu = cluster.index("cuda:0")
+    assert np.isinf(profile.compute_s[:, gpu]).all()
+    assert (Heft()(Problem(graph, cluster, profile)).placement == 1 - gpu).all()
+
+
 def test_a_convolution_without_room_for_its_workspace_is_measured_in_parts(briefly):
     """cuDNN does not say that memory is short."""
     module = nn.Sequential(*[nn.Conv2d(32, 32, 3) for _ in range(4)]).eval()

@@ -42,6 +42,10 @@ def test_a_device_of_a_third_of_the_speed_takes_every_fourth() -> None:
     # The best device alone, where others do not help.
     solution = load("data_parallel")(chain([[1.0, 100.0]]))
     assert solution.placement.tolist() == [0] and solution.value_s == 1.0
+    # Joules decide which turns are best, and seconds how they are dealt: 15 J and 18 J a turn.
+    watts = {"busy_w": lambda d: 10.0 if d.name == "cpu:0" else 1.0, "idle_w": 5.0}
+    energy = altered(chain([[1.0, 3.0]]), watts).with_objective("energy")
+    assert load("data_parallel")(energy).stats["turns"] == {"cpu:0": 3, "cpu:1": 1}
     few = replace(chain([[1.0, 3.0]]), max_phases=3)  # with every third its turns take 3 / 3
     assert load("data_parallel")(few).value_s == 1.0
 

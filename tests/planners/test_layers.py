@@ -81,6 +81,19 @@ def test_no_contiguous_split_is_better(seed: int, alike: bool) -> None:
     assert with_tensors.value_s == np.inf or with_tensors.value_s > 0
 
 
+@pytest.mark.parametrize("receive_s", [0.0, 0.5])
+def test_tensors_of_a_cut_wait_for_each_other(receive_s: float) -> None:
+    """Cut behind the first operator 1 + (1 + 1) * 2 + 2 = 7 s, behind the second 2 + 3 + 1 = 6."""
+    two = [(0, 2, [1]), (0, 2, [1]), (1, 3, [2])]
+    links = every_link(("d0", "d1"), 0.0, 1.0)
+    problem = small_problem(np.ones((3, 2)), tensors=two, param_bytes=100, memory_bytes=250,
+                            links=[replace(x, receive_s=receive_s) for x in links],
+                            objective="latency", num_microbatches=1)  # fmt: skip
+    solution = load("layer_dp")(problem)
+    assert solution.placement.tolist() == [0, 0, 1]
+    assert solution.value_s == best_contiguous(problem) == pytest.approx(6 + receive_s)
+
+
 def test_devices_in_one_order_where_there_are_many_sets() -> None:
     problem = chain(3)
     every, one = load("layer_dp")(problem), load("layer_dp", max_states=1)(problem)
@@ -196,3 +209,14 @@ def test_layers_are_items_of_lists() -> None:
     problem = small_problem(np.ones((5, 1)), graph={"op_module": names})
     assert layer_units(problem).tolist() == [0, 0, 0, 1, 1]
     assert layer_units(chain(0)).tolist() == [0, 1, 2, 3, 4]
+    nested = ["layers.0.attn", "layers.0.ff.0", "layers.0.ff.1", "layers.1.attn", "2.conv.1"]
+    problem = small_problem(np.ones((5, 1)), graph={"op_module": nested})
+    assert layer_units(problem).tolist() == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["embedding", "aten.embedding.default"])
+def test_the_embedding_is_on_the_processor(kind: str) -> None:
+    facts = {"op_kind": [kind, "aten.linear.default"], "op_module": ["wte", "h.0"]}
+    problem = small_problem(np.ones((2, 2)), [(0, 1)], device={"kind": ["cpu", "cuda"]},
+                            graph=facts, objective="latency")  # fmt: skip
+    assert load("llama_cpp_split")(problem).placement.tolist() == [0, 1]
