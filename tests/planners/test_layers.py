@@ -90,7 +90,7 @@ def test_tensors_of_a_cut_wait_for_each_other(receive_s: float) -> None:
                             links=[replace(x, receive_s=receive_s) for x in links],
                             objective="latency", num_microbatches=1)  # fmt: skip
     solution = load("layer_dp")(problem)
-    assert solution.placement.tolist() == [0, 0, 1]
+    assert solution.placement.tolist() in ([0, 0, 1], [1, 1, 0])
     assert solution.value_s == best_contiguous(problem) == pytest.approx(6 + receive_s)
 
 
