@@ -352,8 +352,8 @@ def fastest(
     """
     report(f"planning with {PLANNER}", None)
     planner = planners.load(PLANNER, seconds=seconds / 2)  # perhaps twice
-    problem = with_buffers(problem)
-    problem, solution = refitted(problem, planners.solve(planner, problem))
+    told, problem = problem.cluster, with_buffers(problem)
+    problem, solution = refitted(problem, planners.solve(planner, problem), told)
     planned = _plan(problem, workload, solution, planner)
     if problem.graph.program.is_random or (compiled is None and missing_compiler()):
         compiled = False  # where results are random nothing can be compared

@@ -172,6 +172,7 @@ def run(args: argparse.Namespace) -> int:
             return cli.NO
         if start is not None:
             planner = _searching_from(start, planner, problem, args)
+        told = problem.cluster if start is None else None  # sizes in a plan were chosen
         began = clock()
         if problem.cluster.streaming:
             report("sizing buffers", None)
@@ -179,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
         report(f"planning with {args.planner}", None)
         with cli.says_nothing_in_answers():
             solution = planners.solve(planner, problem)
-            problem, solution = refitted(problem, solution)
+            problem, solution = refitted(problem, solution, told)
         took = clock() - began
         if isfinite(solution.value_s):
             solution = _checked(args, problem, solution)

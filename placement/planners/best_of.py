@@ -41,7 +41,7 @@ class BestOf:
     ``stats["winner"]`` names the planner that won, ``stats["values_s"]`` has the value of each
     that was run, ``stats["skipped"]`` says why others were not (an optional package, more sets
     of devices than a program takes, not enough memory, no time), and ``lower_bound_s`` is
-    ``placement.problem.lower_bound``.
+    ``placement.bounds.lower_bound``.
 
     Of limited seconds these planners get a quarter. With the rest, and with evaluations that they
     leave, ``macro_search`` and ``local_search`` go on from the best placement until it is proved,
@@ -116,7 +116,7 @@ class BestOf:
         values: dict[str, float] = {}
         skipped: dict[str, str] = {}
         winner, slowest_s, quick_s = "", 0.0, 0.0
-        tries = 3 if problem.memory_may_bind else 1  # see _list_schedule.first_that_fits
+        tries = 3 if problem.memory_may_bind else 1  # see list_schedule.first_that_fits
         for i, (name, planner) in enumerate(chosen):
             own, among = options_of(planner), _among(planner)
             nothing_fits = search.best_s == np.inf

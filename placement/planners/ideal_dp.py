@@ -345,7 +345,7 @@ class _Kinds:
         members: devices of each kind.
         count, step: int64 ``[K]`` devices, and how far apart states are that differ by one.
         memory_bytes: int64 ``[K]``.
-        price: float64 ``[K]`` of a second (see ``problem.balance_prices``).
+        price: float64 ``[K]`` of a second (see ``bounds.loads.balance_prices``).
         work: float64 ``[M]`` priced seconds of each item.
         floor_s: no split has a smaller load: all items at these prices, and the heaviest item.
     """

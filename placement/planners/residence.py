@@ -16,6 +16,7 @@ from placement.bounds import lower_bound
 from placement.bounds.calls import Call
 from placement.bounds.copies import streaming_program
 from placement.bounds.memory_lp import own_bytes
+from placement.cluster import Cluster
 from placement.objective import Objective
 from placement.planners import Among, load
 from placement.planners.even_layers import layer_units
@@ -186,12 +187,17 @@ def _searched(problem: Problem) -> Solution:
     return load("macro_search", start=lambda _: start, evaluations=tries)(problem)
 
 
-def refitted(problem: Problem, solution: Solution) -> tuple[Problem, Solution]:
+def refitted(
+    problem: Problem, solution: Solution, told: Cluster | None = None
+) -> tuple[Problem, Solution]:
     """The size of buffers that is best for a placement, with the memory that it leaves.
 
     A plan is called and streamed through: of sizes that leave room for both, where there are any.
+    What ``told`` says of a buffer is kept: the devices as they were before ``with_buffers``.
     """
     streaming, most = problem.cluster.streaming, int(problem.copied_bytes.max())
+    if told is not None:
+        streaming = [d for d in streaming if told.devices[d].buffer_bytes is None]
     if not streaming or not most or solution.schedule is not None:
         return problem, solution
     tries = [problem, *(_with(problem, streaming, int(room * most)) for room in PARAMS.rooms)]

@@ -330,6 +330,10 @@ def test_a_buffer_has_the_size_that_pays() -> None:
     assert again.cluster.devices[2].buffer_bytes == 6 and better.value_s == 14.0
     told = chain(*sizes, buffer_bytes=12)
     assert with_buffers(told).cluster is told.cluster
+    # Larger ones would be faster, and are not asked for.
+    told, copied = chain(2, 2, 2, buffer_bytes=2, objective="latency"), np.full(3, 2, np.int32)
+    assert refitted(told, Solution(copied, 9.0))[0].cluster.devices[2].buffer_bytes == 6
+    assert refitted(told, Solution(copied, 9.0), told.cluster)[0] is told
 
 
 # --- on the emulated GPU -------------------------------------------------------------------------
