@@ -495,7 +495,7 @@ def judge(
 ) -> Iterator[Row]:
     """The rows of a study, and those that there is time for; all are written after every unit."""
     done = {row.key: row for row in study.read(options.out)}
-    begun = time.process_time()
+    begun = spent_s()
     is_warm = False
     for unit in units:
         if options.arms and unit.arm not in options.arms:
@@ -508,7 +508,7 @@ def judge(
         ]
         if not missing:
             continue
-        if time.process_time() + child_s() - begun > 60 * options.minutes:
+        if spent_s() - begun > 60 * options.minutes:
             say("no time for more: the same command goes on")
             break
         if not is_warm:
@@ -534,10 +534,10 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda r: (r.seed or 0, arms.index(r.arm), r.objective, r.fold))
 
 
-def child_s() -> float:
-    """Processor seconds of runs that have ended."""
+def spent_s() -> float:
+    """Processor seconds of this process, and of its runs that have ended."""
     times = os.times()
-    return times.children_user + times.children_system
+    return time.process_time() + times.children_user + times.children_system
 
 
 def load_all(cases: Iterable[Case], options: Options) -> None:
