@@ -38,6 +38,7 @@ _RANGES: dict[str, tuple[float, float]] = {  # of what is said of a device
     "buffer_bytes": (1, 2**63 - 1),
     "pinned_bytes": (1, 2**63 - 1),
 }
+_WHOLE = {"threads", "memory_bytes", "buffer_bytes", "pinned_bytes"}
 _ELSEWHERE = re.compile(r"(.*/)?(cpu|cuda):[0-9]+")  # a device that was measured on another machine
 _NUMBER = int | float | np.number
 _WORDS = {str: "a text: write it in quotes", int: "a whole number", bool: "true or false"}
@@ -111,7 +112,13 @@ class Device:
                     f"{most}"
                 )
             if isinstance(value, np.number):  # which no file can hold
-                object.__setattr__(self, what, value.item())
+                object.__setattr__(self, what, value := value.item())
+            if isinstance(value, float) and what in _WHOLE:
+                if value % 1:
+                    raise ClusterError(
+                        f"device {short(self.name)}: {what} = {value}, must be a whole number"
+                    )
+                object.__setattr__(self, what, int(value))
         if not all(0 <= core < MOST.threads for core in self.cores):
             raise ClusterError(
                 f"device {short(self.name)}: cores = {short(self.cores)}, must be from 0 to "
@@ -228,6 +235,14 @@ def pairs_of(links: Iterable[Link], names: Sequence[str]) -> Iterator[Ends]:
         yield a if isinstance(a, int) else a[:, None], b, link
 
 
+def joined(ends: Iterable[Ends], num_devices: int) -> NDArray[np.bool_]:
+    """bool ``[D, D]``: a link joins the one device with the other."""
+    pairs = np.zeros((num_devices, num_devices), bool)
+    for a, b, _ in ends:
+        pairs[a, b] = True
+    return pairs
+
+
 def with_hosts(devices: Iterable[Device]) -> list[Device]:
     """Of the devices that are left those that still have what they need.
 
@@ -324,10 +339,7 @@ class Cluster:
     @cached_property
     def joins(self) -> NDArray[np.bool_]:
         """bool ``[D, D]``: a link is declared from one device to the other."""
-        joined = np.zeros((self.num_devices, self.num_devices), bool)
-        for a, b, _ in pairs_of(self.links, self.device_names):
-            joined[a, b] = True
-        return joined
+        return joined(pairs_of(self.links, self.device_names), self.num_devices)
 
     @cached_property
     def worker(self) -> NDArray[np.int32]:

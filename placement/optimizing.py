@@ -134,7 +134,7 @@ class OptimizedRunner(Runner):
     measured: Mapping[str, Measured]
     kept: str
     compiled_as: str = ""
-    _one_s: float  # of the best device alone, as it is
+    _alone_s: tuple[float, float]  # of the best device: by its profile, and as it ran
     _by_torch: TorchCompiled | None = None
     _module: Callable[..., Any] | None = None  # called itself, where PyTorch is the fastest
     _modes: Sequence[tuple[nn.Module, bool]] = ()  # of its parts: whether they were training
@@ -325,8 +325,9 @@ def _faster_of(whole: OptimizedRunner, cut: OptimizedRunner) -> OptimizedRunner:
         cut.close()
         return whole
     whole.close()
-    single = whole.measured.get("single", whole.measured["plan"])
-    cut.measured = {**cut.measured, "single": single}
+    way = "plan" if len(devices_of(whole.plan)) == 1 else "single"
+    if way in whole.measured:  # else no device holds the module
+        cut.measured = {**cut.measured, "single": whole.measured[way]}
     return cut
 
 
@@ -384,6 +385,7 @@ def fastest(
 
     whole_ops = costs is None  # else what compiled runs take has a plan of its own
     ran = run(planned, problem, whole_ops)
+    alone_s = _alone_s(planned, ran.ways)
     with ExitStack() as on_error:
         on_error.callback(ran.runner.close)
         if corrects := _with_costs_of(problem, planned, ran.ways):
@@ -407,6 +409,7 @@ def fastest(
         on_error.pop_all()
     runner = _kept(problem, ran, workload)
     runner.planned, runner.reached = planned, reached(problem, solution)
+    runner._alone_s = alone_s
     runner._by_torch, runner.compiled_as = by_torch, "" if by_torch is None else by_torch.what
     if runner.kept in MODULE:
         assert module is not None, "it took turns"
@@ -430,12 +433,15 @@ class _Ran:
 
     @property
     def over_single(self) -> float:
-        """How many times as long as the best device alone the plan takes, each as it is fastest."""
-        objective, single = self.plan.objective, _best_single(self.ways, self.plan.objective)
+        """How many times as long as the best device alone the plan takes, each as it is fastest.
+
+        Seconds, where no device can do it alone.
+        """
+        objective, every = self.plan.objective, {**self.ways, **self.variants}
         plan_s, single_s = (
-            min(median_s(every[x], objective) for x in every if x.startswith(name))
-            for every in [{**self.ways, **self.variants}]
-            for name in ("plan", single)
+            min((median_s(every[x], objective) for x in names if x in every), default=1.0)
+            for way in ("plan", _best_single(self.ways, objective))
+            for names in [[way, *(way + suffix for suffix in _VARIANTS)]]
         )
         return plan_s / single_s
 
@@ -460,7 +466,6 @@ class Patience:
 def _kept(problem: Problem, ran: _Ran, workload: str | None) -> OptimizedRunner:
     """The fastest of the ways."""
     plan, runner, ways, objective = ran.plan, ran.runner, dict(ran.ways), ran.plan.objective
-    one_s = median_s(ways[_best_single(ways, objective) or "plan"], objective)
     options: dict[str, tuple[str, ...]] = {}  # by way, the attributes that make it what it is
     for suffix, variant in _VARIANTS.items():
         for name in ran.ways:
@@ -485,7 +490,7 @@ def _kept(problem: Problem, ran: _Ran, workload: str | None) -> OptimizedRunner:
     facts |= {option: getattr(runner, option) for option in _OPTIONS}
     runner.plan = plan.model_copy(update=facts)
     took_s = {way: median_s(m, objective) for way, m in measured.items()}
-    runner.measured, runner.kept, runner._one_s = measured, kept, one_s
+    runner.measured, runner.kept = measured, kept
     quickest = min(MODULE, key=lambda way: took_s.get(way, np.inf))
     if took_s.get(quickest, np.inf) <= took_s[kept]:
         runner.kept = quickest
@@ -591,15 +596,23 @@ def verdict(runner: OptimizedRunner) -> str:
     return f"{begin}; measured {what}: {each}{limit}{doubt}"
 
 
-def _doubt(runner: OptimizedRunner) -> str:
-    """That one device took another time than its profile says; empty: it did not.
+def _alone_s(plan: Plan, ways: Mapping[str, Measured]) -> tuple[float, float]:
+    """Seconds of the best device alone: by its profile, and as it ran; 0: neither is known.
 
-    As it is: profiles know neither CUDA graphs nor compiled runs.
+    Operator by operator: profiles know neither CUDA graphs nor compiled runs.
     """
-    plan, one_s = runner.plan, runner._one_s
     if plan.fallback is None:
-        return ""
-    told_s = getattr(plan.fallback, f"{plan.objective}_s")
+        return 0.0, 0.0
+    name = plan.fallback.device
+    took = ways.get("plan" if devices_of(plan) == [name] else name)
+    if took is None:
+        return 0.0, 0.0
+    return getattr(plan.fallback, f"{plan.objective}_s"), median_s(took, plan.objective)
+
+
+def _doubt(runner: OptimizedRunner) -> str:
+    """That one device took another time than its profile says; empty: it did not."""
+    told_s, one_s = runner._alone_s
     if told_s < PARAMS.least_told_s or max(one_s / told_s, told_s / one_s) < PARAMS.unlike:
         return ""
     return f"one device took {shown(one_s)}, by its profile {shown(told_s)}"

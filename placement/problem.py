@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from placement.buffer import ALIGNED
-from placement.cluster import Cluster, Ends, Link, Power, pairs_of
+from placement.cluster import Cluster, Ends, Link, Power, joined, pairs_of
 from placement.graph import OpGraph, even_position, reuse_position
 from placement.objective import Objective
 from placement.profile import Profile
@@ -288,10 +288,8 @@ class Problem:
         """
         g, (host, _) = self.graph, host_of(self)
         streaming = np.array(self.cluster.streaming, np.intp)
-        joined = np.zeros((self.num_devices, self.num_devices), bool)
-        for a, b, _ in self._ends:
-            joined[a, b] = True
-        to = np.where(joined[host, streaming], streaming, self.worker[streaming])
+        told = joined(self._ends, self.num_devices)[host, streaming]
+        to = np.where(told, streaming, self.worker[streaming])
         latency_s = self._of_links(_latency_s)[host, to, None]
         s_per_byte = self._of_links(_s_per_byte)[host, to, None]
         copies = np.bincount(g.param_use_op, minlength=self.num_ops)

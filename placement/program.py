@@ -104,6 +104,7 @@ class Program:
             the program adds them up over the micro-batches.
         new_buffers: (buffer, graph tensor that is its new value), e.g. a running mean; written
             back before the next micro-batch reads the buffer.
+        has_target: the last argument is the loss function's second, and none of the module.
         optimizer: class of the optimizer whose state the graph counts as memory.
         is_random: whether operators draw random numbers (e.g. dropout in training mode).
         pieces: which operators of the module were cut, and how (``placement.pieces``); None: none.
@@ -125,6 +126,7 @@ class Program:
     out_tree: Any
     gradients: tuple[tuple[int, int], ...] = ()
     new_buffers: tuple[tuple[int, int], ...] = ()
+    has_target: bool = False
     optimizer: str | None = None
     is_random: bool = False
     state_names: tuple[str, ...] = ()
@@ -135,6 +137,14 @@ class Program:
     def example_tensors(self) -> tuple[Tensor, ...]:
         """The tensors of the example inputs, by reference, in the order of ``input_tensors``."""
         return tuple(x for x in self.example_leaves if isinstance(x, Tensor))
+
+    @property
+    def target_tensors(self) -> frozenset[int]:
+        """Graph tensors among the inputs that the loss function is given, not the module."""
+        leaves = zip(self.leaf_names, self.example_leaves, strict=True)
+        named = [re.split(r"[\[.]", name)[0] for name, x in leaves if isinstance(x, Tensor)]
+        pairs = zip(self.input_tensors, named, strict=True)
+        return frozenset(t for t, name in pairs if self.has_target and name == self.input_names[-1])
 
     def flatten_inputs(
         self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

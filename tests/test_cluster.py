@@ -111,6 +111,14 @@ def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path: Path, text: str, mes
     assert str(tmp_path / "cluster.yaml") in str(caught.value)
 
 
+def test_what_is_counted_is_a_whole_number() -> None:
+    memory = Device("gpu", "cuda", memory_bytes=16e9).memory_bytes
+    assert memory == 16 * 10**9 and type(memory) is int
+    assert type(Device("cpu", threads=np.float64(2.0)).threads) is int
+    with pytest.raises(ClusterError, match=r"'gpu': memory_bytes = 1.5, must be a whole number"):
+        Device("gpu", "cuda", memory_bytes=1.5)
+
+
 def test_a_missing_or_binary_file(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"nowhere.yaml: cannot be read as a cluster"):
         Cluster.from_yaml(tmp_path / "nowhere.yaml")

@@ -348,11 +348,9 @@ def test_a_busy_machine_is_named(in_turns: Callable[..., None]) -> None:
     """One device takes another time than its profile says: the comparison is of a busy moment."""
     in_turns(plan=8e-3, single=9e-3, plain=10e-3)
     with optimize(module(), INPUT, quiet=True) as runner:
-        fallback = runner.plan.fallback.model_copy(update={"period_s": 9e-3})
-        runner.plan = runner.plan.model_copy(update={"fallback": fallback})
         for one_s, busy in ((9e-3, False), (5.9e-3, True), (14e-3, True)):
             runner.measured = {**runner.measured, "single": measured(one_s)}
-            runner._one_s = one_s
+            runner._alone_s = 9e-3, one_s
             text = f"; one device took {one_s * 1e3:g} ms, by its profile 9 ms"
             assert (text in verdict(runner)) == busy
             if busy:
@@ -378,6 +376,38 @@ def test_a_profile_of_a_busy_hour_is_measured_again(in_turns, monkeypatch, capsy
     in_turns(plan=90e-3, single=80e-3, plain=99e-3)  # as the profile says
     with optimize(module(), INPUT):
         assert asked == [False, True, False]
+
+
+@needs_two
+def test_a_device_that_ran_is_compared_with_its_own_prediction(in_turns, monkeypatch) -> None:
+    """The plan is the first device alone, 20 ms; one of another kind takes turns, 32 ms."""
+    here = Cluster.detect()
+    first, second = here.devices[:2]
+    cluster = replace(here, devices=(first, replace(second, model="another")))
+    asked, real = list[bool](), optimizing.load_or_measure
+
+    def profile(*where: Any, again: bool = False, **options: Any) -> Any:
+        asked.append(again)
+        right = real(*where, **options)
+        return replace(right, compute_s=0 * right.compute_s + [5e-3, 8e-3])
+
+    monkeypatch.setattr(optimizing, "load_or_measure", profile)
+    in_turns(plan=20e-3, plain=99e-3, **{second.name: 32e-3})
+    alone = lambda p: Solution(np.zeros(p.num_ops, np.int32), 20e-3)  # noqa: E731
+    monkeypatch.setattr(planners, "load", lambda *_, **__: alone)
+    with optimize(module(), INPUT, cluster, quiet=True) as runner:
+        assert asked == [False] and "one device took" not in verdict(runner)
+
+
+def test_of_two_plans_the_faster_is_kept_where_no_device_holds_the_module() -> None:
+    plan: Any = SimpleNamespace(objective="period")
+    slow, fast = (
+        optimizing._Ran(plan, None, {"plan": measured(s), "plain": measured(1e-3)}, {})  # type: ignore[arg-type]
+        for s in (4e-3, 2e-3)
+    )
+    assert fast.over_single < slow.over_single
+    ways = {"plan": measured(4e-3), "cpu": measured(2e-3), "cpu2": measured(1e-3)}
+    assert optimizing._Ran(plan, None, ways, {}).over_single == 4.0  # type: ignore[arg-type]
 
 
 @needs_two

@@ -42,7 +42,7 @@ from placement.schedule import Schedule
 from placement.simulator import list_schedule
 from placement.tools.limits import Limits
 from tests.modules import module_of
-from tests.problems import altered, graph_of, written
+from tests.problems import altered, graph_of, small_problem, written
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,6 +76,31 @@ def plan_of(p: Problem, placement: list[int], **changes: Any) -> Plan:
 @pytest.fixture
 def plan() -> Plan:
     return plan_of(problem(), [0, 0, 1, 1])
+
+
+def test_a_timeline_is_of_what_was_planned() -> None:
+    """However many micro-batches the problem at hand has, and in the order of the plan."""
+    p = problem()
+    plan = plan_of(replace(p, num_microbatches=5, max_in_flight=1), [0, 0, 1, 1])
+    line = plan.timeline(replace(p, num_microbatches=32, max_in_flight=4))
+    assert line.num_microbatches == 5
+    assert line.period_s == pytest.approx(plan.predicted.period_s)
+    # a (4 s) and b (1 s) on the one device, c (5 s, reads b) on the other: a, b, c take 10 s.
+    three = small_problem([[4, 4], [1, 1], [5, 5]], tensors=[(1, 8, [2])])
+    order = Schedule(([(0, 0), (1, 0)], [(2, 0)]), 1)
+    ordered = plan_of(replace(three, num_microbatches=1), [0, 0, 1], schedule=order)
+    assert ordered.timeline(three, 1).latency_s == pytest.approx(10)
+    assert ordered.predicted.latency_s == pytest.approx(10)
+
+
+def test_a_plan_is_of_its_problem_though_the_profile_lacks_a_declared_link() -> None:
+    p = problem()
+    told = (Link("cpu:0", "cpu:1", 2e-3), Link("cpu:1", "cpu:0", 2e-3))
+    for links in (told, told[:1] + p.profile.links[:1], (p.profile.links[0], told[0])):
+        other = replace(p, cluster=replace(p.cluster, links=links))
+        plan = plan_of(other, [0, 0, 1, 1])
+        assert plan.cluster.build() == other.cluster
+        assert plan.timeline(other).period_s == pytest.approx(plan.predicted.period_s)
 
 
 @pytest.fixture

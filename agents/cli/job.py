@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import sys
 import traceback
 import typing
@@ -32,6 +31,7 @@ from agents.cli.sweeps import is_best_of_sweep
 from placement import cli, workloads
 from placement.tools.named import meant
 from placement.tools.ownership import DISTRIBUTION, PACKAGES, version
+from placement.tools.shown import hydra_word
 
 if TYPE_CHECKING:
     from agents.cli.entries import Workload
@@ -275,9 +275,7 @@ def job(cfg: DictConfig, job_type: str) -> Iterator[Job]:
             yield Job(cfg, folder, report, lambda: tracked.enter_context(run()))
     except KeyboardInterrupt:
         key, place = ("sweep", str(of_hydra.sweep.dir)) if is_sweep else ("run", str(folder))
-        if not re.fullmatch(r"[\w/.:+-]+", place, re.ASCII):  # Hydra's grammar, then the shell's
-            place = '"' + re.sub(r'(\\*)"', r'\1\1\\"', place) + '"'
-        again = shlex.quote(f"hydra.{key}.dir={place}")
+        again = hydra_word(f"hydra.{key}.dir", place)
         if job_type == "train":
             again += " resume=true"
         cli.say(f"what is finished is in {folder}; to continue, the same command with {again}")

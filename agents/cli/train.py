@@ -254,13 +254,9 @@ def _evaluator(run: Job, problems: Mapping[str, Problem]) -> Evaluator:
 
 def _say_measured(evaluator: Measured, problems: Mapping[str, Problem]) -> None:
     """Of each problem the fastest placement that has run, beside the fastest single device."""
-    from placement.search.evaluation import single_devices
-
     for name, problem in problems.items():
         trials = evaluator.trials(problem)
-        singles = {p.tobytes() for p in single_devices(problem)[:, problem.graph.group]}
-        ran = zip(trials.samples.placements, trials.levels.tolist(), strict=True)
-        alone_s = min((s for p, s in ran if p.tobytes() in singles), default=np.inf)
+        alone_s = trials.single_s
         best_s = float(trials.levels.min(initial=np.inf))
         alone = "no single device has run"
         if np.isfinite(alone_s):

@@ -118,6 +118,7 @@ def capture_training(
         out_tree=pytree.tree_structure(0),
         gradients=tuple(builder.gradients),
         new_buffers=tuple(builder.new_buffers),
+        has_target=loss is not None,
         optimizer=None if optimizer is None else type(optimizer).__name__,
         is_random=any(is_random(node) for node in joint.kernels),
         state_names=tuple(name.removeprefix(prefix) for name in exported.state_dict),
@@ -144,7 +145,7 @@ def flatten_example(program: Program, example: Any) -> list[Tensor]:
     Raises:
         InputError: it is unlike that example.
     """
-    has_target = TARGET in program.input_names and TARGET not in program.arg_names
+    has_target = program.has_target
     try:
         inputs, target = split_example(example) if has_target else (example, None)
         args, kwargs = split_item(inputs)
@@ -154,14 +155,14 @@ def flatten_example(program: Program, example: Any) -> list[Tensor]:
 
 
 def example_from_spec(spec: Mapping[str, Any]) -> Any:
-    """An example like the one whose ``Program.input_spec`` is given; a pair if it has a target.
+    """A pair for a loss function like the one whose ``Program.input_spec`` is given.
 
     Raises:
-        InputError: the specification is damaged.
+        InputError: the specification is damaged, or has no target.
     """
     args, kwargs = inputs_from_spec(spec)
     if TARGET not in kwargs:
-        return args, kwargs
+        raise InputError("the plan is of a module that returns its loss: leave loss out")
     target = kwargs.pop(TARGET)
     return (args, kwargs), target
 

@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
 
     cli.check_outputs(args.out, args.trace, args.trials)
     start = _start(args)
-    _check_measurable(args)
+    _check_measurable(args, start)
     served = serving.of(args)
     args.planner = args.planner or ("layer_dp" if served else "best_of")
     planner = load_planner(args)
@@ -323,7 +323,7 @@ def _of_same_graph(plan: Plan, start: Plan) -> Plan:
     return plan.model_copy(update=changed)
 
 
-def _check_measurable(args: argparse.Namespace) -> None:
+def _check_measurable(args: argparse.Namespace, start: Plan | None) -> None:
     """Refuse what cannot run before anything that takes long.
 
     Raises:
@@ -341,9 +341,10 @@ def _check_measurable(args: argparse.Namespace) -> None:
         raise cli.UsageError(
             f"--measurements is for --objective period or latency, not {args.objective}"
         )
-    if args.max_phases not in (None, 1):
+    phases = args.max_phases or (1 if start is None else len(start.assignments))
+    if phases > 1:
         raise cli.UsageError(
-            f"--max-phases {args.max_phases}: --measurements moves operators of all micro-batches "
+            f"--max-phases {phases}: --measurements moves operators of all micro-batches "
             "alike: use --max-phases 1 with it, or leave --measurements out"
         )
     away = [d.name for d in cli.cluster_of(args.cluster).devices if d.like is not None]

@@ -108,7 +108,7 @@ def carry_out(
     if trace is not None:
         cli.say(cli.TRACE_WRITTEN.format(args.trace))
     if args.wandb:
-        mirror(args.wandb, Path(args.plan).parent, plan)
+        mirror(args.wandb, Path(args.plan), plan)
     return cli.OK
 
 
@@ -121,8 +121,11 @@ def turns(args: argparse.Namespace, plan: Plan) -> list[tuple[bool, bool]]:
     return sorted(every, reverse=plan.graph.mode == "training") + [(True, True)] * bool(args.trace)
 
 
-def mirror(project: str, folder: Path, plan: Plan) -> None:
-    """A W&B run of type ``run``: predicted and measured seconds, and the plan as an artifact."""
+def mirror(project: str, path: Path, plan: Plan) -> None:
+    """A W&B run of type ``run``: predicted and measured seconds, and the plan as an artifact.
+
+    ``path``: of the plan, beside which the run lies if it is offline.
+    """
     from placement.runs.tracking import WandbTracker
 
     figures = {}
@@ -134,7 +137,7 @@ def mirror(project: str, folder: Path, plan: Plan) -> None:
     config = {"graph": plan.graph.name, "planner": plan.planner.model_dump()}
     with (
         tempfile.TemporaryDirectory() as temporary,
-        WandbTracker(project).run(folder.resolve(), config, "run") as run,
+        WandbTracker(project, name=path.stem).run(path.resolve().parent, config, "run") as run,
     ):
         run.log(figures)
         plan.save(Path(temporary) / "plan.json")

@@ -362,10 +362,12 @@ def reads_channels_last(program: Program) -> bool:
     """Whether compiled runs are to read images with channels last, and hand them on so.
 
     Inductor's convolutions have them so inside of a run, and would lay out again what comes in and
-    what leaves it. Not where an operator cannot read it, or results of the model would be laid out
-    in another way.
+    what leaves it. Not where an operator cannot read it, or reads memory by its own strides, or
+    results of the model would be laid out in another way.
     """
     if not any(step.target in _CONVOLUTIONS for step in program.steps):
+        return False
+    if any(str(step.target).startswith("aten.as_strided") for step in program.steps):
         return False
     if not any(map(_may_be_images, program.example_tensors)):
         return False

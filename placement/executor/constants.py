@@ -94,14 +94,16 @@ def _is_pure(target: Any) -> bool:
 def _may_share(step: Step, tensors: Set[int]) -> bool:
     """Whether a step may write to one of these ``tensors``, or make what is in its memory.
 
-    Of operators that are made of others schemas do not always say so: ``dropout`` or ``meshgrid``
-    may return what they are given first.
+    Of operators that are made of others schemas do not always say so: ``dropout``, ``meshgrid`` or
+    ``einsum`` may return what they are given first, or a view of it.
     """
     target = step.target
     if not isinstance(target, OpOverload) or target._schema.is_mutable:
         return True
     if target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        return any(isinstance(x, Ref) and x.tensor in tensors for x in leaves_of(step.args[:1]))
+        at = int(target is torch.ops.aten.einsum.default)  # behind its equation
+        given = leaves_of(step.args[at : at + 1])
+        return any(isinstance(x, Ref) and x.tensor in tensors for x in given)
     returns_it = any(x.alias_info is not None for x in target._schema.returns)
     return returns_it or torch.Tag.maybe_aliasing_or_mutating in target.tags
 
@@ -122,9 +124,10 @@ def with_constants(step: Step, known: Mapping[int, Tensor]) -> Step:
     if value is None or value.dtype is not torch.bool or arguments.get("is_causal"):
         return step
     is_causal = not value.all()
-    if is_causal and not (value == torch.ones_like(value).tril()).all():
+    # PyTorch has no word for what it means where that is not square.
+    if is_causal and (value.ndim < 2 or value.shape[-1] != value.shape[-2]):
         return step
-    if is_causal and value.shape[-1] != value.shape[-2]:  # PyTorch has no word for which it means
+    if is_causal and not (value == torch.ones_like(value).tril()).all():
         return step
     arguments |= {"attn_mask": None, "is_causal": bool(is_causal)}
     return replace(step, args=tuple(arguments.pop(x) for x in names[:3]), kwargs=arguments)

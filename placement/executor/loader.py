@@ -183,7 +183,7 @@ class InputPipeline(Iterator[Any]):
         self.ahead = prefetch or 2 * (workers or 1)
         self._workers = workers
         self._memory_bytes = prefetch_bytes
-        self._largest_bytes = 1  # of the items so far
+        self._largest_bytes = 0  # of the items so far
         self._cores = frozenset(cores)
         self._source = _Source(items, preprocess)
         self._permits: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -219,7 +219,7 @@ class InputPipeline(Iterator[Any]):
         self.span_ns = (item.start_ns, item.end_ns)
         self._num_taken += 1
         if self._threads:
-            self._largest_bytes = max(self._largest_bytes, item.num_bytes)
+            self._largest_bytes = max(1, self._largest_bytes, item.num_bytes)
             self.ahead = max(1, min(self.ahead, self._memory_bytes // self._largest_bytes))
             self._permit()
         return item.value
@@ -270,7 +270,9 @@ class InputPipeline(Iterator[Any]):
         return self._ready.pop(self._num_taken)
 
     def _permit(self) -> None:
-        for _ in range(self._permitted, self._num_taken + self.ahead):
+        # Before one is known to fit, as few as keep the threads busy.
+        ahead = self.ahead if self._largest_bytes else min(self.ahead, self._workers or 1)
+        for _ in range(self._permitted, self._num_taken + ahead):
             self._permits.put(True)
             self._permitted += 1
 

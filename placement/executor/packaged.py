@@ -148,7 +148,10 @@ class Pipeline:
         left, begun = iter(items), list[Any]()
         while True:
             for inputs in itertools.islice(left, self.plan["in_flight"] - len(begun)):
-                laid_out = map(_laid_out, self.plan["forms"], inputs, itertools.count())
+                forms = self.plan["forms"]
+                if len(inputs) != len(forms):
+                    raise ValueError(f"{len(inputs)} inputs, the packages are for {len(forms)}")
+                laid_out = map(_laid_out, forms, inputs, itertools.count())
                 values = dict(zip(self.plan["inputs"], laid_out, strict=True))
                 flight = values, threading.Condition()
                 for inbox in self._inboxes:

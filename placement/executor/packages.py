@@ -78,11 +78,15 @@ def write_packages(
         stages += [(share.device, run, whole.outputs[run[0]]) for run in runs]
     stages.sort(key=lambda stage: rank[stage[1][0]])
     inputs = program.timing_inputs()
+    if other := sorted({dtype_name(x.dtype) for x in inputs if x.dtype not in _CPP_DTYPES}):
+        raise PackageError(f"the loader in C++ has no inputs of {', '.join(other)}: convert them")
     values = dict(zip(program.input_tensors, inputs, strict=True))
     expected = run_program(program, inputs, values.__setitem__)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name[:40]}-", dir=folder.parent))
+        written = temporary / "stages"
+        written.mkdir()  # for who may read what else is written here: ``temporary`` is private
     except OSError as error:
         raise FileError(f"cannot write {folder}: {error.strerror}") from error
     try:
@@ -90,7 +94,7 @@ def write_packages(
         for n, (device, ops, makes) in enumerate(stages):
             report(f"compiling stage {n + 1} of {len(stages)}", n / len(stages))
             reads = _package(
-                program, ops, makes, values, cluster.devices[device].threads, temporary / f"{n}.pt2"
+                program, ops, makes, values, cluster.devices[device].threads, written / f"{n}.pt2"
             )
             row = {"package": f"{n}.pt2", "device": used.index(device)}
             names = [graph.op_name[op] for op in ops]
@@ -111,15 +115,15 @@ def write_packages(
             "outputs": outputs,
             "stages": rows,
         }
-        _write_loaders(temporary, facts, inputs)
+        _write_loaders(written, facts, inputs)
         report("running what was written", None)
         if not program.is_random:
-            with packaged.Pipeline(temporary) as pipeline:
+            with packaged.Pipeline(written) as pipeline:
                 actual = pipeline(*inputs)
             tolerance = equality.Tolerance.of([*program.params, *expected], cluster)
             if wrong := equality.difference(actual, expected, tolerance):
                 raise PackageError(f"the packages compute something else: {wrong}")
-        os.replace(temporary, folder)
+        os.replace(written, folder)
     except OSError as error:
         raise FileError(f"cannot write {folder}: {error.strerror or error}") from error
     finally:
@@ -202,6 +206,9 @@ _CPP_DTYPES = {
     torch.int16: "Short",
     torch.int8: "Char",
     torch.uint8: "Byte",
+    torch.uint16: "UInt16",
+    torch.uint32: "UInt32",
+    torch.uint64: "UInt64",
     torch.bool: "Bool",
 }
 

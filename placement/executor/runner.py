@@ -684,13 +684,11 @@ class Runner:
             ClusterError: there is not so much pinned memory.
         """
         turn = self._priority if order is None else {op: i for i, op in enumerate(order)}
-        reads: dict[int, list[int]] = {op: [] for op in sorted(ops, key=turn.__getitem__)}
-        uses = self.graph.param_use_op.tolist(), self.graph.param_use.tolist()
-        for op, p in zip(*uses, strict=True):
-            if op in reads and p not in reads[op]:
+        every = self.graph.op_params
+        reads = {op: every[op] for op in sorted(ops, key=turn.__getitem__) if every[op]}
+        for read in reads.values():
+            for p in read:
                 self._check_values(p)
-                reads[op].append(p)
-        reads = {op: read for op, read in reads.items() if read}
         if not reads:
             return {}
         assert isinstance(backend, CudaBackend), "no other device streams"

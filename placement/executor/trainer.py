@@ -455,15 +455,17 @@ class Trainer:
     def _moved(self, state: Mapping[str, Any], param: Tensor) -> Mapping[str, Any]:
         """The optimizer's state of a parameter, beside it: itself, where it is there.
 
-        Counters are in host memory, unless the optimizer computes with them on the device.
+        Counters are in host memory, unless the optimizer computes with them on the device; other
+        single numbers stay where they are.
         """
         groups = self.optimizer.param_groups
         on_device = any(group.get("fused") or group.get("capturable") for group in groups)
-        stays = {"step"} if param.device.type != "cpu" and not on_device else set()
+        tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+        stays = {k for k, v in tensors.items() if v.dim() < min(1, param.dim())} - {"step"}
+        if param.device.type != "cpu" and not on_device:
+            stays.add("step")
         moved = {
-            k: v.to(param.device)
-            if isinstance(v, Tensor) and k not in stays and (k == "step" or v.shape == param.shape)
-            else v
+            k: v.to(param.device) if k in tensors and k not in stays else v
             for k, v in state.items()
         }
         return state if all(moved[k] is v for k, v in state.items()) else moved

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from placement.exporters import ExportError, Inexpressible, require_one_phase, require_whole
 from placement.importers.onnx_model import node_names
 from placement.plan import Plan
+from placement.tools.files import read_file
 from placement.tools.ownership import needing
 
 
@@ -31,7 +31,7 @@ def read_model(plan: Plan, path: str) -> Any:
     with needing("onnx", f"{path}: ONNX files need the package onnx", ExportError):
         from onnx import inliner, load_model_from_string
     try:
-        model: Any = load_model_from_string(Path(path).read_bytes())
+        model: Any = load_model_from_string(read_file(path))
         if model.functions:  # as the importer does: operators are those inside
             model = inliner.inline_local_functions(model)
     except Exception as error:  # protobuf and the inliner raise their own kinds

@@ -31,6 +31,8 @@ class Openvino:
 
     def __call__(self, plan: Plan, problem: Problem | None = None) -> Exported:
         proto = read_model(plan, self.model)
+        if self.model.endswith(".gz"):
+            raise ExportError(f"OpenVINO reads no compressed files: gunzip -k {self.model}")
         label = self.labels(plan)
         require_distinct(plan, label, "OpenVINO")
         try:

@@ -41,7 +41,7 @@ from placement.importers._read import FormatError, labels
 from placement.objective import ObjectiveName
 from placement.problem import Problem, ProblemError, ReadyOrder
 from placement.profile import ARRAYS, Profile, ProfileError
-from placement.tools.files import parse_json, short, write_atomic
+from placement.tools.files import as_data, parse_json, short, write_atomic
 from placement.tools.limits import MOST
 from placement.tools.strict import explain
 
@@ -273,7 +273,7 @@ def _document(problem: Problem) -> dict[str, Any]:
             batch_s=profile.batch_s,
             overhead_s=None if profile.overhead_s is None else profile.overhead_s.tolist(),
         ),
-        "provenance": profile.provenance,
+        "provenance": as_data(profile.provenance),
         "cluster": {
             "name": cluster.name,
             "devices": [_written(d) for d in cluster.devices],

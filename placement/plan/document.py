@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,7 @@ class Plan(Content):
         """
         from placement.capturing.training import example_from_spec
         from placement.executor import Trainer
+        from placement.program import inputs_from_spec
 
         if self.graph.mode != "training":
             raise PlanMismatch(
@@ -190,7 +192,7 @@ class Plan(Content):
         graph = self._captured(
             module,
             example_inputs,
-            example_from_spec,
+            inputs_from_spec if loss is None else example_from_spec,
             mode="training",
             loss=loss,
             optimizer=optimizer,
@@ -260,7 +262,9 @@ class Plan(Content):
         return {"max_in_flight": window, "priority": self.priority, "schedule": schedule}
 
     def timeline(self, problem: Problem, num_microbatches: int | None = None) -> Timeline:
-        """What the simulator predicts for so many micro-batches; None: as planned, in its order.
+        """What the simulator predicts for so many micro-batches; None: as many as planned.
+
+        As many of them in flight as planned, and as many as planned in the order of the plan.
 
         Raises:
             PlanMismatch: ``problem`` is about another graph or other devices.
@@ -269,6 +273,8 @@ class Plan(Content):
         from placement.simulator import simulate
 
         placement = self.placement(problem.graph, problem.cluster)
-        if num_microbatches is not None:
+        planned = {"num_microbatches": self.num_microbatches, "max_in_flight": self.max_in_flight}
+        problem = replace(problem, **planned)
+        if num_microbatches not in (None, self.num_microbatches):
             return simulate(problem, placement, num_microbatches=num_microbatches)
         return simulate(problem, placement, self.schedule(problem.graph))

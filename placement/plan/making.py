@@ -19,6 +19,7 @@ from placement.plan import parts
 from placement.plan.document import Plan
 from placement.plan.parts import Fallback, Measured, PlanError, Predicted, stages_of, whole_modules
 from placement.problem import Placement, Problem, Solution
+from placement.tools.files import as_data
 from placement.tools.ownership import version
 from placement.tools.strict import explain
 
@@ -55,6 +56,12 @@ def make_plan(
     solution = replace(solution, schedule=order)
     single, stream = _simulated(problem, placement, order)
     peak = _peak_bytes(problem, placement, single, stream)
+    # Of a call alone, one micro-batch was judged: so many are in flight as there is memory for.
+    is_call = problem.objective is Objective.LATENCY and order is None
+    while is_call and problem.max_in_flight > 1 and memory_excess(problem, peak):
+        problem = replace(problem, max_in_flight=problem.max_in_flight - 1)
+        single, stream = _simulated(problem, placement, order)
+        peak = _peak_bytes(problem, placement, single, stream)
     if excess := memory_excess(problem, peak):
         raise PlanError(f"the placement does not fit: {'; '.join(excess)}")
     problem = replace(problem, max_phases=max(problem.max_phases, len(np.atleast_2d(placement))))
@@ -90,7 +97,7 @@ def make_plan(
                 version=version(),
                 git_commit=_git_commit(),
                 created=now(),
-                profile=_plain(problem.profile.provenance),
+                profile=as_data(problem.profile.provenance),
             ),
         )
     except ValidationError as error:
@@ -204,7 +211,7 @@ def memory_excess(problem: Problem, peak_bytes: Any) -> list[str]:
 def parameters_of(planner: Any) -> dict[str, Any]:
     """A planner's fields as JSON (what JSON cannot hold, as text)."""
     names = [f.name for f in fields(planner)] if is_dataclass(planner) else []
-    return _plain({name: getattr(planner, name) for name in names})
+    return as_data({name: getattr(planner, name) for name in names})
 
 
 def now() -> str:
@@ -235,19 +242,6 @@ def _fallback(problem: Problem) -> Fallback | None:
 
 def _per_device(problem: Problem, values: NDArray[Any]) -> dict[str, Any]:
     return dict(zip(problem.cluster.device_names, values.tolist(), strict=True))
-
-
-def _plain(value: Any) -> Any:
-    """``value`` as JSON; what JSON cannot hold becomes text."""
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not np.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def _git_commit() -> str | None:

@@ -206,7 +206,10 @@ class ClusterInfo(Strict):
     @classmethod
     def of(cls, problem: Problem) -> ClusterInfo:
         """From a problem: its devices, and its profile's links."""
-        declared = set(problem.cluster.links)
+        told, links = problem.cluster.links, problem.profile.links
+        rows = [(x, x in told) for x in links]
+        if tuple(x for x, is_told in rows if is_told) != told:  # a profile that does not have them
+            rows = [(x, True) for x in told] + [(x, False) for x in links]
         unlimited = {"bandwidth_bytes_per_s": None}
         info = cls.model_construct(
             name=problem.cluster.name,
@@ -215,10 +218,10 @@ class ClusterInfo(Strict):
             links=tuple(
                 LinkInfo(
                     **asdict(x)
-                    | {"declared": x in declared}
+                    | {"declared": is_told}
                     | ({} if np.isfinite(x.bandwidth_bytes_per_s) else unlimited)
                 )
-                for x in problem.profile.links
+                for x, is_told in rows
             ),
         )
         return cls(**dict(info) | {"fingerprint": info.build().fingerprint})
@@ -379,13 +382,16 @@ def _hash(*items: tuple[str, ...] | NDArray[Any]) -> str:
 def sources_of(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
     """Numbers of the operators that each operator reads from; -1 stands for the model's inputs.
 
+    A loss function's second argument is none of them: whoever trains brings it where it is read.
+
     What hands on its whole input (``x.to(x.dtype)``) is read along with where that is from: it may
     return ``x`` itself, and the trace then names it in the place of ``x`` from there on.
     """
     src, root, size = graph.tensor_src, graph.tensor_root, graph.tensor_bytes
+    targets = frozenset() if graph.program is None else graph.program.target_tensors
 
     def origins(tensor: int) -> Iterator[int]:
-        while True:
+        while tensor not in targets:
             op = int(src[tensor])
             yield op
             inputs = graph.in_tensor[graph.in_ptr[op] : graph.in_ptr[op + 1]] if op >= 0 else ()

@@ -100,7 +100,7 @@ def _during(
     """bool, as ``when``: inside any of the spans, of which no two overlap."""
     if not len(start):
         return np.zeros(len(when), bool)
-    order = np.argsort(start)
+    order = np.lexsort((end, start))  # of those that begin together, one without length is first
     at = np.searchsorted(start[order], when, side="right") - 1
     inside: NDArray[np.bool_] = (at >= 0) & (when < end[order][at])
     return inside

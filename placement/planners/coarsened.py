@@ -48,8 +48,6 @@ class Coarsened:
         seconds = None if self.seconds is None else max(1e-3, self.seconds - search.seconds)
         limits = Budget(seconds, None if self.evaluations is None else self.evaluations - 1)
         callee = load(self.planner) if isinstance(self.planner, str) else self.planner
-        if len(problem.graph.carried_op):  # coarse operators do not know of them
-            coarse = coarse.one_phase
         answer = prepared(callee, budget=limits)(coarse)
         choice = search.choice(answer.placement[..., label])
         search.consider(choice, 1 + int(answer.stats.get("evaluations", 1)))

@@ -41,8 +41,9 @@ class CpSat:
     it starts from; transfers take their time there but no channel, so the bound holds, and the
     answer is best where channels do not wait. ``piecewise_latency`` is solved with one piece per
     accelerator (the latency program of Tarnawski et al., NeurIPS 2020); the bound of that goes to
-    ``stats["one_piece_bound_s"]``, as a placement with more pieces may be better. Seconds are
-    rounded down to integers, 1e-7 of the start's value: bounds hold exactly.
+    ``stats["one_piece_bound_s"]``, as a placement with more pieces may be better. Seconds
+    become integers: of a ``latency`` 2**-20 of the start's value and rounded, so its bound has a
+    unit less for each operator; of pieces 1e-7 of it and rounded down. Bounds hold exactly.
 
     Whatever has no such program is answered by ``mip``: its split of least ``max_load``.
 

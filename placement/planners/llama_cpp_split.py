@@ -34,6 +34,7 @@ class LlamaCppSplit:
         embeds = np.zeros(problem.graph.num_groups, bool)
         kinds = (kind.removeprefix("aten.").partition(".")[0] for kind in problem.graph.op_kind)
         embeds[problem.graph.group] = [kind == "embedding" for kind in kinds]
+        taken = count  # where nothing fits: what is closest to it
         for on_gpus in range(count, -1 if len(hosts) else count - 1, -1):
             layer = np.arange(count) - (count - on_gpus)
             share = np.maximum(layer, 0) / max(on_gpus, 1) * ends[-1]
@@ -43,7 +44,9 @@ class LlamaCppSplit:
             choice = supported_choice(problem, device[unit])
             if len(hosts):
                 choice[embeds & np.isfinite(problem.group_compute_s[:, hosts[0]])] = hosts[0]
-            search.costs(choice)
+            before = search.best_cost
+            if search.cost(choice) < before:
+                taken = on_gpus
             if search.best_s < np.inf:
                 break
-        return search.solution(layers_on_accelerators=on_gpus)
+        return search.solution(layers_on_accelerators=taken)

@@ -205,9 +205,11 @@ def _in_rounds(
 
 
 def _one_cpu(problem: Problem) -> NDArray[np.float64]:
-    """float64 ``[G, D]`` seconds: of CPUs that are alike one stands for the whole pool."""
-    compute_s = problem.group_compute_s.copy()
+    """float64 ``[G, D]`` seconds: of CPUs that are alike one that has room for all is the pool."""
+    compute_s, room = problem.group_compute_s.copy(), problem.memory_bytes
     pool = [d for d, device in enumerate(problem.cluster.devices) if device.kind == "cpu"]
+    if pool and problem.graph.param_bytes.sum() > room[pool[0]]:
+        return compute_s
     alike = [d for d in pool[1:] if np.array_equal(compute_s[:, d], compute_s[:, pool[0]])]
     compute_s[:, alike] = np.inf
     return compute_s

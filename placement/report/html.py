@@ -36,6 +36,7 @@ from placement.timeline import Timeline
 from placement.tools.files import parse_json, parse_yaml, write_atomic
 from placement.tools.ownership import version
 from placement.tools.progress import Progress
+from placement.tools.shown import hydra_word
 
 if TYPE_CHECKING:
     from placement.plan import Plan
@@ -247,7 +248,8 @@ def _picture(decisions: Sequence[_Decision], best: str | None) -> str | None:
     drawn.sort(key=lambda d: best not in d.planners)
     for decision in drawn[:1]:
         both = [t for t in (decision.predicted, decision.measured) if t is not None]
-        return still.picture(both, _plain(decision.planners[0] if best is None else best))
+        name = best if best in decision.planners else decision.planners[0]
+        return still.picture(both, _plain(name))
     return None
 
 
@@ -541,7 +543,7 @@ def _commands(run: RunFolder) -> list[dict[str, str]]:
     hydra = _hydra_command(run)
     if hydra is not None:
         commands.append({"what": "the run again, in another folder", "command": hydra})
-        here = f"{hydra} hydra.run.dir={shlex.quote(str(run.path))}"
+        here = f"{hydra} {hydra_word('hydra.run.dir', str(run.path))}"
         if hydra.startswith("placement-train ") and " resume=true" not in hydra:
             here += " resume=true"
         commands.append({"what": "continue it where it stopped", "command": here})
@@ -577,6 +579,11 @@ def _plan_command(plan: Plan, workload: str) -> str | None:
     words += ["--microbatches", str(plan.num_microbatches)]
     words += ["--in-flight", str(plan.max_in_flight), "--out", "plan.json"]
     words += ["--second-j", f"{plan.second_j:g}"] if plan.second_j else []
+    words += ["--max-phases", str(len(plan.assignments))] if plan.phases else []
+    if plan.pieces is not None:
+        shares = plan.pieces.shares
+        equal = shares == (1 / len(shares),) * len(shares)
+        words += ["--pieces", str(len(shares)) if equal else ",".join(map(str, shares))]
     if plan.graph.mode == "training":
         words += ["--mode", "training"]
         words += ["--optimizer", plan.graph.optimizer] if plan.graph.optimizer else []

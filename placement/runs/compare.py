@@ -212,7 +212,8 @@ def _measure(
 ) -> dict[str, Any]:
     """Samples of latency and period of every feasible placement, by placement id.
 
-    The key holds the whole set of placements: ratios compare only what took turns.
+    The key holds the whole set of placements: ratios compare only what took turns. What a GPU has
+    no memory for is worth inf, and does not run again.
     """
     todo = {k: p for k, p in placements.items() if evaluate(problem, p).feasible[0]}
     key = digest(problem_fingerprint(problem), sorted(todo))
@@ -222,17 +223,25 @@ def _measure(
     runtime: Runtime | None = None
     for r in range(rounds):
         for number, (name, placement) in enumerate(todo.items(), 1):
-            if len(samples[name]["latency_s"]) > r:
+            if len(samples[name]["latency_s"]) > r or np.inf in samples[name]["latency_s"]:
                 continue
             say(f"{workload}: round {r + 1} of {rounds}, placement {number} of {len(todo)}")
             runtime = runtime or executor(problem)
             if runtime is None:
                 return {}
-            alone = runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
-            pipelined = runtime.run(placement, num_microbatches=problem.num_microbatches)
-            samples[name]["latency_s"].append(float(np.median(alone.span_s)))
-            samples[name]["period_s"].append(pipelined.period_s)
-            pipelined.save(path.with_name(f"{path.stem}-{name}.npz"))
+            took_s = np.inf, np.inf
+            try:
+                alone = runtime.run(placement, num_microbatches=LATENCY_RUNS, max_in_flight=1)
+                pipelined = runtime.run(placement, num_microbatches=problem.num_microbatches)
+                took_s = float(np.median(alone.span_s)), pipelined.period_s
+                pipelined.save(path.with_name(f"{path.stem}-{name}.npz"))
+            except RuntimeError as error:
+                from placement.executor.alone import is_short
+
+                if not is_short(error):
+                    raise
+            for what, seconds in zip(_SAMPLED, took_s, strict=True):
+                samples[name][what].append(seconds)
             write_atomic(path, as_json({"key": key, "workload": workload, "samples": samples}))
     return samples
 
@@ -251,6 +260,7 @@ def _saved_samples(
 
 
 _SAMPLED = ("latency_s", "period_s")
+_SHORT = "was short of memory when it ran"
 
 
 def _rows(
@@ -335,6 +345,8 @@ def _row(
     sample = samples.get(cell.placement_id)
     if sample is None:
         return row
+    if np.inf in sample["latency_s"]:
+        return replace(row, note="; ".join([row.note] * bool(row.note) + [_SHORT]))
     latency_s, latency_iqr_s = _median_iqr(sample["latency_s"])
     period_s, period_iqr_s = _median_iqr(sample["period_s"])
     return replace(

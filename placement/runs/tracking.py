@@ -141,6 +141,7 @@ class WandbTracker(Tracker):
         project, entity: where it belongs.
         mode: ``online``, ``offline`` or ``disabled``.
         group, tags, notes: as W&B has them; a sweep's jobs are a group anyway.
+        name: of a run that is another one each time; None: the folder's, which goes on.
     """
 
     project: str = "device-placement"
@@ -149,6 +150,7 @@ class WandbTracker(Tracker):
     group: str | None = None
     tags: Sequence[str] = ()
     notes: str | None = None
+    name: str | None = None
 
     @contextmanager
     def run(
@@ -168,11 +170,11 @@ class WandbTracker(Tracker):
             "project": self.project,
             "entity": self.entity,
             "dir": folder,
-            "name": folder.name if group is None else f"{group}/{folder.name}",
+            "name": self.name or (folder.name if group is None else f"{group}/{folder.name}"),
             "group": self.group or group,
             "tags": list(self.tags),
             "notes": self.notes,
-            "id": _run_id(folder / "wandb_run_id"),
+            "id": None if self.name else _run_id(folder / "wandb_run_id"),
             "resume": "allow",
             "job_type": job_type,
             "config": dict(config),

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.runs.levels import levels_and_drift
+from placement.search.evaluation import single_devices
 from placement.simulator import score
 from placement.timeline import Timeline
 from placement.tools.files import append, parse_json, read_text, short, write_atomic
@@ -191,6 +192,14 @@ class Trials:
         able = int(np.isfinite(self.levels).sum())
         order = np.argsort(self.levels, kind="stable")
         return self.samples.placements[order[:able][:count]]
+
+    @property
+    def single_s(self) -> float:
+        """The lowest level of a device alone, seconds; inf: none has run, or fits."""
+        alone = single_devices(self.problem)[:, self.problem.graph.group]
+        singles = {p.tobytes() for p in alone}
+        ran = zip(self.samples.placements, self.levels.tolist(), strict=True)
+        return min((s for p, s in ran if p.tobytes() in singles), default=np.inf)
 
     def take_turn(self) -> bool:
         """Run the ``FINALISTS`` once more, as a round; False: no run is left, or nothing fits."""

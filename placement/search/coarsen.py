@@ -227,6 +227,9 @@ def _merged(problem: Problem, label: Ints) -> Problem:
     def name(values: tuple[str, ...]) -> list[str]:
         return [values[n] for n in first]
 
+    readers: dict[int, dict[int, None]] = {}
+    for writer, mine in g.carried.items():
+        readers.setdefault(int(label[writer]), {}).update(dict.fromkeys(label[[*mine]].tolist()))
     graph = OpGraph.build(
         g.name,
         name(g.op_name),
@@ -242,6 +245,7 @@ def _merged(problem: Problem, label: Ints) -> Problem:
         group=_colocation(label, g.group, count),
         is_backward=g.is_backward[first],
         output_tensor=g.output_tensor,
+        next_readers={writer: tuple(mine) for writer, mine in readers.items()},
     )
 
     def merged(values: Any, how: np.ufunc = np.add) -> Any:

@@ -25,7 +25,7 @@ from placement.search.planner import (
     prepared,
     solve,
 )
-from placement.simulator import analytic, score, simulate, value_of, worth
+from placement.simulator import analytic, score, value_of, worth
 from placement.simulator.analytic_kernels import apply_moves, fill_state, undo_moves
 from placement.tools.clock import clock
 
@@ -386,28 +386,22 @@ def two_operators() -> Problem:
 
 def why_infinite(problem: Problem, placement: Placement) -> str:
     """Why a placement is worth inf: what does not fit, in bytes, or which pieces cannot run."""
-    formula = problem.objective.is_analytic
-    peak: NDArray[np.int64] | None = problem.param_bytes_on(placement)
-    if not formula:
-        peak = simulate(problem, placement, num_microbatches=problem.num_run).peak_bytes
-    assert peak is not None, "a prediction tracks memory"
+    names, (_, peak) = problem.cluster.device_names, worth(problem, np.asarray(placement)[None])
     over = [
-        f"device {name!r} needs {int(need)} bytes, has {int(most)}"
-        for name, need, most in zip(
-            problem.cluster.device_names, peak, problem.memory_bytes, strict=True
-        )
-        if need > most
+        f"device {names[d]!r} needs {int(peak[0, d])} bytes, has {int(most)}"
+        for d, most in enumerate(problem.memory_bytes if peak is not None else ())
+        if peak is not None and peak[0, d] > most
     ]
     if over:
         proof, closest = cannot_fit(problem), ", ".join(over)
         if proof:
             return f"{proof}; the closest placement: {closest}"
         return f"no placement found that fits in memory; the closest: {closest}; {NO_PROOF}"
-    names, devices = problem.graph.op_name, problem.cluster.device_names
-    waiting = analytic.circle(problem, placement)
-    assert waiting, "what fits and can run has a value"
+    circles = (analytic.circle(problem, phase) for phase in np.atleast_2d(placement))
+    waiting = next(filter(None, circles))  # what fits and can run has a value
+    op_name = problem.graph.op_name
     pieces = [
-        f"{len(ops)} operators of {devices[d]!r} from {int(ops[0])} ({names[ops[0]]!r})"
+        f"{len(ops)} operators of {names[d]!r} from {int(ops[0])} ({op_name[ops[0]]!r})"
         for d, ops in waiting[:3]
     ]
     return (

@@ -19,7 +19,8 @@ import threading
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,19 @@ def write_atomic(path: str | Path, content: str | bytes) -> Path:
     return path
 
 
+def as_data(value: Any) -> Any:
+    """``value`` as JSON; what JSON cannot hold becomes text."""
+    if isinstance(value, Mapping):
+        return {str(k): as_data(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_data(v) for v in value]
+    if hasattr(value, "dtype") and value.shape == ():  # a number of numpy
+        value = value.item()
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
 def append(path: str | Path, text: str) -> None:
     """Write at the end of a file; it is on the disk then.
 
@@ -149,6 +163,8 @@ def check_writable(path: str | Path) -> None:
         temporary = _beside(next(p for p in path.parents if os.path.exists(p)) / f"new-{path.name}")
     room = 2**16  # bytes: about one plan
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)  # or its name is too long, which the other one's is not
         temporary.write_bytes(bytes(room))
     except OSError as error:
         raise FileError(f"cannot write {path}: {_reason(error, path, room)}") from error

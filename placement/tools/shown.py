@@ -7,6 +7,7 @@ around it, so that dark and light ones both work; nothing is loaded and no scrip
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -35,6 +36,13 @@ def byte_size(value: float) -> str:
     units = (("GiB", 2**30), ("MiB", 2**20 / 10), ("KiB", 1))
     name = next((name for name, least in units if value >= least), "MiB")
     return f"{value / {'GiB': 2**30, 'MiB': 2**20, 'KiB': 2**10}[name]:,.1f} {name}"
+
+
+def hydra_word(key: str, path: str) -> str:
+    """``KEY=PATH`` for a command, in quotes of Hydra's grammar and of the shell where they ask."""
+    if not re.fullmatch(r"[\w/.:+-]+", path, re.ASCII):
+        path = '"' + re.sub(r'(\\*)"', r'\1\1\\"', path) + '"'
+    return shlex.quote(f"{key}={path}")
 
 
 def count(number: int, what: str) -> str:

@@ -562,6 +562,22 @@ def test_a_plan_of_a_training_step(tmp_path):
         plan.bind_training(module, torch.optim.SGD(module.parameters()), loss=F.cross_entropy)
 
 
+@pytest.mark.parametrize("forward", [
+    lambda self, x, target: F.mse_loss(self.layer(x), target),
+    lambda self, x, *, target: F.mse_loss(self.layer(x), target),
+])  # fmt: skip
+def test_a_module_that_returns_its_loss_may_call_an_argument_target(forward):
+    module = module_of(forward, layer=nn.Linear(4, 2)).train()
+    example = {"x": torch.randn(3, 4), "target": torch.randn(3, 2)}
+    graph = capture(module, example, mode="training")
+    problem = problem_of(graph, TWO, num_microbatches=2)
+    plan = make_plan(problem, Solution(np.zeros(graph.num_ops, np.int32), 1.0), planner="mine")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with plan.bind_training(module, optimizer) as trainer:
+        (loss,) = trainer.step([example])
+    assert torch.isfinite(loss)
+
+
 def write_to_parameter(m, x):
     with torch.no_grad():
         m.linear.bias.add_(1)

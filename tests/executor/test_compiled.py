@@ -378,6 +378,19 @@ def test_runs_hand_on_images_with_channels_last(monkeypatch, last) -> None:
     assert (strides[1] == 1) == (last == "mean")
 
 
+def test_what_reads_memory_by_strides_of_its_own_gets_it_as_it_is(monkeypatch) -> None:
+    monkeypatch.setattr(compiled, "_LEAST", 1)
+    patches = (1, 3, 4, 4, 2, 2), (192, 64, 16, 2, 8, 1)  # of 2 x 2 pixels
+    module = module_of(
+        lambda m, x: (m.conv(x).mean((2, 3)), x.as_strided(*patches).amax((4, 5)).flatten(1)),
+        conv=nn.Conv2d(3, 8, 3),
+    ).eval()
+    x = torch.randn(1, 3, 8, 8)
+    with runner_of(module, x) as runner:
+        runner.compile()
+        torch.testing.assert_close(runner(x), module(x))
+
+
 def test_inputs_are_laid_out_in_the_threads_of_devices(monkeypatch) -> None:
     """In the caller's, which may have more threads, these spin afterwards on the devices' cores."""
     threads = []

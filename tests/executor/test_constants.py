@@ -50,6 +50,10 @@ ONCE: dict[str, tuple[Any, list[str]]] = {
     "returned": (lambda m, x: (x + 1, torch.arange(4)), []),
     "a view is returned": (lambda m, x: (x + 1, torch.arange(4).view(2, 2)), []),
     "perhaps itself is returned": (lambda m, x: (x, kept(torch.arange(4.0) + 1)), ["arange"]),
+    "perhaps a view is returned": (
+        lambda m, x: (x + 1, torch.einsum("ij->ji", torch.arange(4.0).view(2, 2))),
+        [],
+    ),
     "written": (lambda m, x: torch.arange(4.0).add_(x), []),
     "a copy is written": (lambda m, x: (torch.arange(4.0) + 1).clone().add_(x), ["arange", "add"]),
 }
@@ -111,6 +115,11 @@ def test_attention_needs_no_mask_that_says_what_kernels_know(name: str) -> None:
     assert step.kwargs["scale"] == 0.3 and len(step.args) == 3
     found = step.target(q, k, k, **step.kwargs)
     torch.testing.assert_close(found, attention(q, k, k, mask, scale=0.3))
+
+
+def test_a_mask_of_one_dimension_is_left_to_attention() -> None:
+    module = of(lambda m, x: attention(x, x, x, attn_mask=torch.arange(5) < 3)).eval()
+    same_twice(module, torch.randn(2, 5, 8))
 
 
 @pytest.mark.parametrize("name", ["bert_tiny", "gpt2_tiny", "vit_tiny"])

@@ -269,6 +269,23 @@ def test_counters_of_an_optimizer_stay_where_they_are_for_a_parameter_without_di
         assert state["exp_avg"].is_cuda and not state["step"].is_cuda
 
 
+def test_state_of_another_shape_is_beside_its_parameter() -> None:
+    """Adafactor keeps a row and a column for each matrix."""
+    module, x = two_layers()
+    optimizer = torch.optim.Adafactor(module.parameters())
+    graph = capture(module, (x, None), mode="training", loss=mean_of_outputs, optimizer=optimizer)
+    plain = copy.deepcopy(module)
+    other = torch.optim.Adafactor(plain.parameters())
+    with emulated_gpu.emulated():
+        for device in (1, 0):  # the second goes on with what the first wrote back
+            with Trainer(graph, BOTH, all_on(graph, device), optimizer) as trainer:
+                trainer.step([(x, None)])
+                plain_step(plain, other, [(x, None)], mean_of_outputs)
+    for p, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, expected)
+        assert {v.device for v in optimizer.state[p].values()} == {p.device}
+
+
 def test_memory_that_is_full_while_parameters_are_loaded_is_said():
     module, x = two_layers()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

@@ -145,6 +145,20 @@ def test_items_ahead_stay_within_the_memory_limit(options):
         assert items.ahead == (3 if options.get("prefetch") else 2)
 
 
+def test_until_one_is_weighed_each_thread_loads_one_item() -> None:
+    loaded = []
+
+    def prepare(i):
+        loaded.append(i)
+        return torch.zeros(1000)  # 4000 bytes
+
+    options = {"workers": 2, "prefetch": 50, "prefetch_bytes": 4000}
+    with InputPipeline(range(100), preprocess=prepare, **options) as items:
+        next(items)
+        time.sleep(5 * PAUSE_S)
+        assert len(loaded) == 2
+
+
 @pytest.mark.parametrize("workers", [None, 0, 1, 4])
 def test_errors_are_raised_in_the_place_of_their_item(workers):
     def prepare(i):

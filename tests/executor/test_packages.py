@@ -39,6 +39,8 @@ def test_packages_compute_what_the_module_does(tmp_path: Path) -> None:
     files = {path.name for path in folder.iterdir()}
     loaders = {"stages.json", "run.py", "pipeline.h", "main.cpp", "CMakeLists.txt"}
     assert files == {"0.pt2", "1.pt2", *loaders}
+    (beside := tmp_path / "beside").mkdir()
+    assert folder.stat().st_mode == beside.stat().st_mode  # who serves it may be another user
     other_order = (x + 1).t().contiguous().t()  # of elements in memory
     torch.save([x, other_order, x - 1], tmp_path / "items.pt")
     plan = json.loads((folder / "stages.json").read_text())
@@ -58,6 +60,13 @@ with Pipeline(".") as pipeline:
             assert "float32 of shape [8, 16]" in str(error), error
         else:
             raise AssertionError(wrong)
+    for wrong in ((), (items[0], items[0])):
+        try:
+            pipeline(*wrong)
+        except ValueError as error:
+            assert str(error) == f"{len(wrong)} inputs, the packages are for 1", error
+        else:
+            raise AssertionError(len(wrong))
 assert "placement" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], cwd=folder, check=True, env={}, timeout=120)
@@ -77,6 +86,10 @@ def test_what_cannot_be_packaged_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch._inductor, "aot_compile", refuses)
     with pytest.raises(PackageError, match="Inductor refuses a stage: RuntimeError: no such"):
         write_packages(graph, TWO, [0, 0, 1, 1], range(4), tmp_path / "a")
+    pictures = module_of(lambda m, x: m.first(x.float().abs()), first=nn.Linear(16, 4)).eval()
+    waves = capture(pictures, torch.zeros(8, 16, dtype=torch.complex64))
+    with pytest.raises(PackageError, match="no inputs of complex64: convert them"):
+        write_packages(waves, TWO, [0] * waves.num_ops, range(waves.num_ops), tmp_path / "a")
     gpu = Cluster("gpu", (Device("cuda:0", kind="cuda"),))
     with pytest.raises(PackageError, match="only plans of CPU devices"):
         write_packages(graph, gpu, [0, 0, 0, 0], range(4), tmp_path / "a")

@@ -38,7 +38,7 @@ from placement.workloads import load
 from tests import emulated_gpu
 from tests.emulated_gpu import Event
 from tests.executor.on_gpu import stream_all
-from tests.problems import altered, graph_of, with_twins
+from tests.problems import altered, graph_of, problem_on, small_problem, with_twins
 from tests.problems import chain as edges_of
 
 CPU, GPU = Device("cpu:0"), Device("cuda:0", "cuda")
@@ -304,6 +304,39 @@ def test_what_saves_most_per_byte_stays_and_no_placement_is_better_than_the_prog
     large = chain(2, memory_bytes=99).cluster.workers
     fits = replace(problem, cluster=large, profile=problem.profile.for_cluster(large))
     assert reached(fits, replace(greedy, placement=np.ones(6, np.int32))) == ""
+
+
+def test_an_operator_that_takes_no_time_does_not_hide_one_that_does() -> None:
+    """d0 runs op0 from 0 to 1 s, op2 at 1 s and op1 from 1 to 2 s, of 6 s."""
+    problem = small_problem(
+        [[1, 9], [1, 9], [0, 9], [9, 5]], tensors=[(0, 0, [1]), (0, 0, [2]), (2, 0, [3])],
+        param_bytes=10, memory_bytes=35, objective="latency",
+    )  # fmt: skip
+    line = reached(problem, Solution(np.array([0, 0, 0, 1], np.int32), 6.0))
+    assert "d0 computes 33% of the time" in line
+
+
+def test_a_device_that_streams_does_not_run_what_writes_a_buffer_in_a_coarse_graph_either() -> None:
+    graph = graph_of(2, [(0, 1)], param_bytes=20, next_readers={0: (0,)})
+    gpu, stream = Device("gpu", "cuda", memory_bytes=30), {"streams": "gpu", "buffer_bytes": 20}
+    cluster = Cluster("c", (Device("cpu"), gpu, Device("s", "cuda", **stream)))
+    link = (Link("cpu", "s", 0.0, 1e3),)
+    problem = problem_on(graph, [[9, 1, 1]] * 2, cluster=cluster, links=link)
+    for planner in ("coarsened", "best_of"):
+        solution = planners.load(planner)(problem)
+        assert solution.value_s < np.inf and solution.placement[0] != 2
+
+
+def test_a_call_of_which_few_fit_at_a_time_has_a_plan() -> None:
+    """Each copy of the tensor has 100 of the 250 bytes of d1, so two are in flight."""
+    problem = small_problem(
+        [[1, np.inf], [np.inf, 10]], tensors=[(0, 100, [1])], device={"kind": "cuda"},
+        memory_bytes=[1000, 250], objective="latency",
+    )  # fmt: skip
+    solution = planners.load("single_device")(problem)
+    plan = make_plan(problem, solution, planner="single_device")
+    assert solution.value_s == plan.predicted.value_s == 11.0 and plan.max_in_flight == 2
+    assert plan.inconsistencies() == []
 
 
 def test_what_the_card_alone_can_run_goes_there_first() -> None:

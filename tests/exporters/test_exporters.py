@@ -590,6 +590,16 @@ def test_split_points() -> None:
         points([0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1])  # no module begins at the addition
 
 
+def test_who_trains_brings_the_target_to_the_loss() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    example = torch.randn(2, 8), torch.randn(2, 8)
+    graph = capture(layers, example, mode="training", loss=nn.functional.mse_loss)
+    p = consumers.problem_of(graph, ("cpu:0", "cpu:1"))
+    plan = consumers.placed(p, [int(module not in ("0", "1")) for module in graph.op_module])
+    data = json.loads(export("torch_pipelining", plan).files[".json"])
+    assert data["split_points"] == ["2"] and len(data["ranks"]) == 2
+
+
 def test_torch_is_not_asked_for_1f1b_of_fewer_micro_batches_than_it_takes() -> None:
     for turns, counts in ([0, 1], {1: "GPipe", 2: "1F1B"}), ([0, 1, 0, 1], {4: "Int", 5: "Loop"}):
         names = [f"op{i}" for i in range(len(turns))]

@@ -84,12 +84,15 @@ def test_numbers_of_numpy_are_written_as_numbers(tmp_path: Path) -> None:
     devices = tuple(replace(d, memory_bytes=np.int64(700)) for d in problem.cluster.devices)
     links = (Link("x", "y", np.float32(0.5)),)
     cluster = replace(problem.cluster, devices=devices, links=links)
-    provenance = {"rounds": np.int64(7)}
+    provenance = {"rounds": np.int64(7), "flops": np.inf}
     profile = replace(problem.profile, links=links, provenance=provenance)
     counted = replace(problem, cluster=cluster, profile=profile, num_microbatches=np.int64(16))
     save(counted, tmp_path / "again.json")
     again = load(tmp_path / "again.json")
-    assert again.num_microbatches == 16 and again.profile.provenance == {"rounds": 7}
+    assert again.num_microbatches == 16 and again.profile.provenance == {
+        "rounds": 7,
+        "flops": "inf",
+    }
     assert again.cluster.fingerprint == counted.cluster.fingerprint
 
 

@@ -35,6 +35,18 @@ def stages(problem: Problem) -> tuple[float, list[tuple[int, int]]]:
     return stats["replicated_period_s"], parts
 
 
+def test_a_phase_that_does_not_fit_is_said() -> None:
+    """Its own bytes, 10 + 4 * 1, fit into 50; with 100 that the operator needs for itself it is
+    10 + 1 + 100 in the second phase."""
+    room = {"memory_bytes": [1000, 50], "profile": {"workspace_bytes": [100]}}
+    problem = small_problem(
+        [[1, 1]], tensors=[(0, 1, [])], param_bytes=10, objective="latency", max_phases=2, **room
+    )
+    solution = Replicated()(problem)
+    assert solution.value_s == np.inf
+    assert "device 'd1' needs 111 bytes, has 50" in solution.stats["infeasible"]
+
+
 # --- known answers -------------------------------------------------------------------------------
 
 

@@ -20,11 +20,12 @@ from numpy.typing import ArrayLike
 
 from placement import importers
 from placement.plan import Measured, Spread, make_plan
+from placement.plan.parts import PiecesInfo
 from placement.planners.heft import Heft
 from placement.planners.local_search import LocalSearch
 from placement.planners.round_robin import RoundRobin
 from placement.problem import Problem, Solution
-from placement.report import table, trace, usage
+from placement.report import html, table, trace, usage
 from placement.report.html import page, page_data, write_report
 from placement.report.run_folder import RunFolderError, read_run
 from placement.report.table import Comparison
@@ -340,7 +341,31 @@ def test_a_training(tmp_path: Path) -> None:
     assert shown["workloads"] == []
 
 
+def test_the_picture_has_the_name_of_what_it_shows(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, {"net": modular(10)}, measured=False)
+    best = comparison.best("net").planner
+    for cell in tmp_path.glob(f"cells/*-{best}-*"):
+        cell.write_text("damaged")
+    (workload,) = page_data(read_run(tmp_path))["workloads"]
+    assert workload["best"] == best
+    assert ", predicted: " in workload["picture"] and f">{best}, " not in workload["picture"]
+
+
+def test_commands_plan_what_the_plan_is() -> None:
+    problem = random_problem(0, 4, 2)
+    turns = Solution(np.array([[0] * 4, [1] * 4], np.int32), 1.0)
+    plan = make_plan(problem, turns, planner="data_parallel")
+    again = html._plan_command(plan, "net").split()
+    assert again[again.index("--max-phases") + 1] == "2" and "--pieces" not in again
+    for shares, words in (((1 / 3,) * 3, "3"), ((0.25, 0.75), "0.25,0.75")):
+        cut = plan.model_copy(update={"pieces": PiecesInfo(shares=shares, operators={})})
+        again = html._plan_command(cut, "net").split()
+        assert again[again.index("--pieces") + 1] == words
+
+
 def test_commands_are_those_that_hydra_was_given(tmp_path: Path) -> None:
+    tmp_path /= "run"
+    tmp_path.mkdir()
     (tmp_path / "metrics.csv").write_text("steps\n1\n")
     written(tmp_path / ".hydra" / "overrides.yaml", "- workload=[a,b]\n- seed=1\n")
     written(tmp_path / ".hydra" / "hydra.yaml", "hydra: {job: {name: placement-train}}\n")
@@ -348,6 +373,9 @@ def test_commands_are_those_that_hydra_was_given(tmp_path: Path) -> None:
     assert first["command"] == "placement-train 'workload=[a,b]' seed=1"
     # Without resume it would begin anew, over what is there.
     assert second["command"] == f"{first['command']} hydra.run.dir={tmp_path} resume=true"
+    there = tmp_path.rename(tmp_path.with_name("é"))  # which Hydra's grammar wants in quotes
+    second = page_data(read_run(there))["commands"][1]
+    assert f""" 'hydra.run.dir="{there}"' resume=true""" in second["command"]
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir()])

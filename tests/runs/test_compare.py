@@ -253,6 +253,26 @@ def test_resume_after_an_interruption_in_planning(tmp_path: Path) -> None:
     assert again.solutions["w", "p1", None].placement.dtype == np.int32
 
 
+def test_what_a_gpu_has_no_memory_for_is_a_row_with_the_reason_and_does_not_run_again(tmp_path):
+    runs: list[Any] = []
+
+    class Short(Slower):
+        def run(self, placement: Any, **options: Any) -> Timeline:
+            timeline = super().run(placement, **options)
+            if len({*np.asarray(placement).tolist()}) > 1:
+                raise RuntimeError("CUDA out of memory")
+            return timeline
+
+    short = lambda problem: Short(problem, 1.0, runs, -1)  # noqa: E731
+    for _ in range(2):
+        comparison = compare({"w": chain()}, SPLIT, out_dir=tmp_path, executor=short, rounds=2)
+        split = row(comparison, "split")
+        assert split.note == "was short of memory when it ran" and split.measured_period_s is None
+        assert row(comparison, "single:cpu:0").measured_period_s == pytest.approx(8)
+        assert comparison.fidelity().num_placements == 2
+        assert runs.count(((0, 0, 1, 1), 4)) == 1
+
+
 def test_resume_after_an_interruption_in_measuring(tmp_path: Path) -> None:
     problems, runs, again = {"w": chain()}, list[Any](), list[Any]()
     # 3 placements x 2 runs: the eighth run is the second one of round 2.

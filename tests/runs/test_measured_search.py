@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from placement.cli import BAD_INPUT, INTERRUPTED
+from placement.cluster import Cluster
 from placement.plan import load_plan
 from placement.planners.macro_search import MacroSearch
 from placement.runs.measured_search import search_measured
@@ -80,6 +81,24 @@ def test_a_budget_smaller_than_the_start_and_problems_without_a_choice() -> None
     assert search_measured(Trials(tiny, Biased(tiny), measurements=30)).stats["measurements"] == 30
 
 
+class Full(Biased):
+    """A GPU that has no memory for whatever runs."""
+
+    def run(self, placement: Any, **limits: Any) -> Timeline:
+        raise RuntimeError("CUDA out of memory")
+
+
+def test_what_other_runs_have_found_is_the_answer_of_a_budget_that_is_spent(tmp_path) -> None:
+    problem, path = layered(6), tmp_path / "trials.jsonl"
+    first = Trials(problem, Biased(problem), measurements=9, path=path)
+    search_measured(first, [[0] * 3 + [1] * 3], evaluations=64)
+    again = Biased(problem)
+    trials = Trials(problem, again, measurements=9, path=path)
+    answer = search_measured(trials, [[0, 1] * 3], evaluations=64)  # of a planner with a clock
+    assert again.runs == [] and answer.stats["measurements"] == 9
+    assert np.array_equal(answer.placement, first.incumbent)
+
+
 def test_errors() -> None:
     problem = layered(6)
     with pytest.raises(TrialError, match=r"need a budget: Trials\(\.\.\., measurements=100\)"):
@@ -87,6 +106,8 @@ def test_errors() -> None:
     full = altered(problem, {"memory_bytes": 1})
     with pytest.raises(TrialError, match="nothing to measure: nothing can fit in memory"):
         search_measured(Trials(full, Biased(full), measurements=9))
+    with pytest.raises(TrialError, match=r"none of \d placements that ran fits in memory"):
+        search_measured(Trials(problem, Full(problem), measurements=9))
 
 
 @pytest.mark.usefixtures("quick_profiles")
@@ -125,6 +146,18 @@ def test_the_command_continues_what_was_interrupted(tmp_path, monkeypatch, says)
     num_runs = len(runs)
     assert says(command).json["assignment"] == answer["assignment"]
     assert len(runs) == num_runs  # all is known
+
+
+@pytest.mark.skipif(Cluster.detect().num_devices < 2, reason="needs two cores")
+@pytest.mark.usefixtures("quick_profiles")
+def test_a_plan_whose_micro_batches_take_turns_is_not_measured_as_one(tmp_path, monkeypatch, says):
+    monkeypatch.setenv("PLACEMENT_HOME", str(tmp_path))
+    plan = str(tmp_path / "turns.json")
+    says(["plan", "tiny_mlp", "--planner", "data_parallel", "--max-phases", "2", "--out", plan])
+    phases = len(load_plan(plan).assignments)
+    assert phases > 1
+    said = says(["plan", "--start", plan, "--measurements", "4"], BAD_INPUT).err
+    assert f"--max-phases {phases}: --measurements moves operators of all micro-batches" in said
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,15 @@ def test_wandb_is_offline_by_default_and_holds_everything(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("offline")
+def test_runs_of_plans_in_one_folder_are_runs_of_their_own(tmp_path: Path) -> None:
+    for name in ("small", "large"):
+        with WandbTracker(name=name).run(tmp_path, {}, "run") as mirror:
+            mirror.log({"period_s/predicted": 1.0})
+    ids = {file.name.split("-")[-1] for file in tmp_path.glob("wandb/offline-run-*/run-*.wandb")}
+    assert len(ids) == 2 and not (tmp_path / "wandb_run_id").exists()
+
+
+@pytest.mark.usefixtures("offline")
 def test_a_run_that_fails_is_finished_as_failed(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), WandbTracker(mode="offline").run(tmp_path, {}, "train"):
         raise KeyboardInterrupt

@@ -211,6 +211,16 @@ def test_macro_search_reaches_the_best_known_latency_of_a_public_workload(shared
     assert 394.363e-3 < solution.value_s < 412.56e-3
 
 
+def test_pieces_use_the_memory_of_every_cpu() -> None:
+    """Each CPU has room for two of three operators, the accelerator for none."""
+    facts = {"memory_bytes": [20, 20, 5], "device": {"kind": ["cpu", "cpu", "acc"]}}
+    problem = small_problem(
+        [[1, 1, 1]] * 3, chain(3), param_bytes=10, objective="piecewise_latency", **facts
+    )
+    full = lambda p: Solution(np.zeros(3, np.int32), np.inf)  # noqa: E731
+    assert load("macro_search", start=full, evaluations=2000)(problem).value_s == 3.0
+
+
 def test_a_population_without_children_is_an_error() -> None:
     with pytest.raises(PlannerError, match="population = 3 leaves no children"):
         load("brkga", population=3)(small(0))

@@ -85,6 +85,12 @@ def test_folders_that_would_be_made_may_be_called_as_others_are(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["results"]
 
 
+def test_a_name_that_no_file_can_have_is_told_before_long_work(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="cannot write"):
+        check_writable(tmp_path / f"{'計' * 90}.json")
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_may_not_be_looked_at_is_no_permission(tmp_path, monkeypatch) -> None:
     """As below a folder of somebody else's, where ``Path.exists`` raises."""
 
