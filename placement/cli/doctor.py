@@ -338,7 +338,8 @@ def _torch() -> dict[str, Any]:
 
         devices = Cluster.detect().devices
     except Exception as error:
-        return nothing | {"torch_error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        first = next(iter(str(error).splitlines()), "")
+        return nothing | {"torch_error": f"{type(error).__name__}: {first}"}
     keys = ("name", "model", "memory_bytes")
     gpus = [{key: getattr(d, key) for key in keys} for d in devices if d.kind == "cuda"]
     return nothing | {

@@ -127,8 +127,11 @@ class Remote:
 
     ident = None  # no thread of this process
 
-    def __init__(self, share: Share, rank: int, world: World, workers: list[Any]) -> None:
-        self.device, self.rank, self.workers = share.device, rank, workers
+    def __init__(
+        self, share: Share, rank: int, world: World, fail: Callable[[Failure], None]
+    ) -> None:
+        self.device, self.rank, self.fail = share.device, rank, fail
+        self.workers: list[Any] = []
         self.inbox = self.backend = self
         self.slices: Sequence[Any] = []
         self.arrivals: Sequence[Any] = []
@@ -142,7 +145,10 @@ class Remote:
         device = self.device
         if isinstance(value, Exception):  # it failed on the way out of its device
             text = f"{type(value).__name__}: {value}"
-            self._world.post(0, OBJECT, value=("failed", text, source, None))
+            if self._world.rank == 0:
+                self.fail(Failure(value, source, None))
+            else:
+                self._world.post(0, OBJECT, value=("failed", text, source, None))
         elif tensor >= 0:
             sent_ns = self.workers[source].backend.resolve_ns(sent)
             numbers = (batch, tensor, device, source, sent_ns)
@@ -265,7 +271,8 @@ class DistributedRunner(Runner):
     def _worker(self, phases: Sequence[Share], device: Device) -> Worker:
         share = phases[0]
         if self.rank_of[share.device] != self.world.rank:
-            self._peers.append(Remote(share, self.rank_of[share.device], self.world, []))
+            rank = self.rank_of[share.device]
+            self._peers.append(Remote(share, rank, self.world, self._fail))
             return self._peers[-1]  # type: ignore[return-value]
         # Of several hosts' devices each is known to its own host by the last part of its name.
         return super()._worker(phases, replace(device, name=device.name.rpartition("/")[2]))
@@ -489,6 +496,7 @@ class DistributedTrainer(Trainer):
         self._num_spread_here = sum(
             home[q] != mine and mine in ranks for q, ranks in readers.items()
         )
+        self._begun = 0  # the step that it goes on from
         self._came: tuple[queue.SimpleQueue[Any], ...] = queue.SimpleQueue(), queue.SimpleQueue()
         self.runner.on_param = self._take
         self.runner.on_failure = self._fail
@@ -507,6 +515,8 @@ class DistributedTrainer(Trainer):
             "replace": super()._replace,
             "state": self._state,
             "save": self._write,
+            "saved": self._written,
+            "begun": lambda: self._begun,
         }
         self.runner.serve(functions)
 
@@ -617,12 +627,15 @@ class DistributedTrainer(Trainer):
     def save(self, folder: str | Path, step: int) -> None:
         """Write a checkpoint: every rank what it changes, then rank 0 that it is complete.
 
-        An earlier checkpoint in the folder stays valid until this one is.
+        An earlier checkpoint in the folder, or in those of that name on other hosts, stays valid
+        until this one is.
         """
         self.runner.tell("save", str(folder), step)
         names = [self._write(str(folder), step), *self.runner.answers().values()]
-        marker = json.dumps({"step": step, "files": names}, indent=1)
-        write_atomic(Path(folder) / MARKER, marker + "\n")
+        marker = json.dumps({"step": step, "files": names}, indent=1) + "\n"
+        self._written(str(folder), marker)
+        self.runner.tell("saved", str(folder), marker)
+        self.runner.answers()
 
     def _write(self, folder: str, step: int) -> str:
         from safetensors.torch import save
@@ -636,14 +649,19 @@ class DistributedTrainer(Trainer):
                     tensors[f"state/{key}/{name}"] = entry.cpu().contiguous()
                 else:
                     plain[f"state/{key}/{name}"] = entry
-        mine = f"-rank{self.world.rank}.safetensors"
-        name = f"step{step}{mine}"
+        name = f"step{step}-rank{self.world.rank}.safetensors"
         write_atomic(Path(folder) / name, save(tensors, {"plain": json.dumps(plain)}))
-        kept_names = {name, *_complete(folder).get("files", ())}
-        for old in Path(folder).glob(f"step*{mine}"):
-            if old.name not in kept_names:
-                old.unlink()
         return name
+
+    def _written(self, folder: str, marker: str) -> None:
+        """Every rank has written: say so in the folder as this host has it, and tidy up."""
+        path = Path(folder) / MARKER
+        if not path.is_file() or path.read_text(encoding="utf-8") != marker:
+            write_atomic(path, marker)
+        files = json.loads(marker)["files"]
+        for old in Path(folder).glob(f"step*-rank{self.world.rank}.safetensors"):
+            if old.name not in files:
+                old.unlink()
 
     def load(self, folder: str | Path) -> int:
         """On every rank, before the first step: go on from a checkpoint; its step, or 0 if none.
@@ -652,8 +670,23 @@ class DistributedTrainer(Trainer):
 
         Raises:
             RunnerError: the checkpoint cannot be read, is of another model, or lacks a parameter
-                that this rank needs.
+                that this rank needs; or, on rank 0, another rank goes on from another step.
         """
+        self._begun = self._loaded(folder)
+        if self.world.rank == 0:
+            self.runner.tell("begun")
+            for rank, step in sorted(self.runner.answers().items()):
+                if step != self._begun:
+                    raise RunnerError(
+                        f"{folder}: rank 0 goes on from step {self._begun}, "
+                        f"{self.world.name(rank)} from step {step}, as it finds it in its folder of "
+                        f"that name: copy {MARKER} and the files of one checkpoint to every host, "
+                        "or remove them everywhere"
+                    )
+        return self._begun
+
+    def _loaded(self, folder: str | Path) -> int:
+        """What this rank needs of the checkpoint that it finds; its step, or 0 if none."""
         about = _complete(folder)
         if not about:
             return 0

@@ -23,7 +23,7 @@ _CELL = "padding:2px 10px;border-bottom:1px solid rgba(128,128,128,.3);"
 def seconds(value: float, unit: str = "s") -> str:
     """Seconds (or another unit) with a fitting prefix, e.g. ``12.3 ms``."""
     for prefix, scale in (("", 1.0), ("m", 1e3), ("µ", 1e6)):
-        if value * scale >= 1.0 or prefix == "µ":
+        if value * scale >= 0.9995 or prefix == "µ":
             shown = f"{value * scale:.3g} {prefix}{unit}"
             return shown if value * scale < 999.5 else f"{value:.0f} {unit}"
     raise AssertionError("the last unit always fits")

@@ -39,7 +39,12 @@ from placement.cli.show import costless_problem
 from placement.cluster import Cluster, ClusterError, Device, Link
 from placement.costs.links import hosts_of_ranks, join, measure_ranks
 from placement.executor import RunnerError, distributed
-from placement.executor.distributed import DistributedRunner, DistributedTrainer, with_weights
+from placement.executor.distributed import (
+    DistributedRunner,
+    DistributedTrainer,
+    Remote,
+    with_weights,
+)
 from placement.executor.distributed_world import Direct, RankError, World, dense
 from placement.executor.executor import measured_timeline
 from placement.exporters import load as load_exporter
@@ -424,8 +429,11 @@ def test_devices_go_to_ranks_in_order_and_no_rank_is_without_one():
 # --- training ------------------------------------------------------------------------------------
 
 
-def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
-    """Six steps, a checkpoint after each second one; or the rest of them, from the last one."""
+def train(rank: int, folder: str, died_after: int | None, other: str = "") -> list[list[float]]:
+    """Six steps, a checkpoint after each second one; or the rest of them, from the last one.
+
+    ``other``: of the folder on another host.
+    """
     torch.manual_seed(0)
     module = tied()
     loss = nn.functional.cross_entropy
@@ -443,7 +451,7 @@ def train(rank: int, folder: str, died_after: int | None) -> list[list[float]]:
     data = batches(18)
     with World.join(120) as world:
         trainer = DistributedTrainer(graph, CLUSTER, place, optimizer, world=world)
-        begin = trainer.load(folder)
+        begin = trainer.load(folder + other * rank)
         if rank:
             trainer.serve()
             return []
@@ -490,6 +498,12 @@ def test_training_equals_plain_pytorch_also_after_a_restart_with_another_placeme
         assert ranks.answer(0)[0] == "KeyboardInterrupt"
         assert "rank 0 has ended with KeyboardInterrupt" in ranks.answer(1)[1]
     assert json.loads((tmp_path / "checkpoint.json").read_text())["step"] == 4
+    files = {f"step4-rank{rank}.safetensors" for rank in (0, 1)}
+    assert {path.name for path in tmp_path.glob("step*")} == files
+    with Ranks(train, 2, str(tmp_path), None, "/of-another-host") as ranks:
+        kind, said = ranks.answer(0)[:2]
+        assert kind == "RunnerError" and "rank 0 goes on from step 4, rank 1 (" in said
+        assert "from step 0" in said and "copy checkpoint.json and the files" in said
     with Ranks(train, 2, str(tmp_path), None) as ranks:
         losses, _ = ranks.values()
     np.testing.assert_allclose(losses, expected[4:], rtol=1e-5)
@@ -499,6 +513,25 @@ def test_training_equals_plain_pytorch_also_after_a_restart_with_another_placeme
         (nn.functional.cross_entropy(module(x), y) / 2).backward()
     plain = {name: p.grad for name, p in module.named_parameters()}
     torch.testing.assert_close(gradients, plain, rtol=1e-3, atol=1e-5)
+
+
+def test_another_host_has_a_checkpoint_until_the_next_is_complete(tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(world=SimpleNamespace(rank=1))
+    for step in (2, 4):
+        name = f"step{step}-rank1.safetensors"
+        (tmp_path / name).write_bytes(b"")
+        marker = json.dumps({"step": step, "files": [f"step{step}-rank0.safetensors", name]})
+        DistributedTrainer._written(trainer, str(tmp_path), marker)
+        assert (tmp_path / "checkpoint.json").read_text() == marker
+        assert [path.name for path in tmp_path.glob("step*")] == [name]
+
+
+def test_what_fails_on_the_way_from_a_device_of_rank_0_reaches_its_caller() -> None:
+    failed, world = list[Any](), SimpleNamespace(rank=0, is_direct=lambda *_: False)
+    peer = Remote(SimpleNamespace(device=1), 1, world, failed.append)  # type: ignore[arg-type]
+    peer.put((0, 3, RuntimeError("device-side assert"), 0, 0))
+    (failure,) = failed
+    assert str(failure.error) == "device-side assert" and failure.device == 0
 
 
 @pytest.mark.parametrize(
@@ -527,11 +560,11 @@ def test_a_checkpoint_that_is_damaged_or_of_another_model(tmp_path, marker, shap
         _has_any={0},
     )
     if message is None:
-        assert DistributedTrainer.load(trainer, tmp_path) == 3
+        assert DistributedTrainer._loaded(trainer, tmp_path) == 3
         assert torch.equal(module.weight, torch.ones(10, 4))
         return
     with pytest.raises(RunnerError, match=message):
-        DistributedTrainer.load(trainer, tmp_path)
+        DistributedTrainer._loaded(trainer, tmp_path)
     assert torch.equal(module.weight, before)
 
 

@@ -119,5 +119,6 @@ def test_units() -> None:
     assert [count(n, "planner") for n in (0, 1, 2)] == ["0 planners", "1 planner", "2 planners"]
     shown = ["0 µs", "0.3 µs", "42 µs", "12.3 ms", "1 s", "2000 s"]
     assert [seconds(x) for x in (0.0, 3e-7, 4.2e-5, 0.01234, 0.9996, 2000.0)] == shown
+    assert [seconds(x) for x in (9.997e-4, 9.99e-4, 9.9949e-4)] == ["1 ms", "999 µs", "999 µs"]
     assert (byte_size(2**20), byte_size(2**63 - 1)) == ("1.0 MiB", "unlimited")
     assert (byte_size(0), byte_size(100), byte_size(110_000)) == ("0.0 MiB", "0.1 KiB", "0.1 MiB")
