@@ -679,8 +679,8 @@ class DistributedTrainer(Trainer):
                 if step != self._begun:
                     raise RunnerError(
                         f"{folder}: rank 0 goes on from step {self._begun}, "
-                        f"{self.world.name(rank)} from step {step}, as it finds it in its folder of "
-                        f"that name: copy {MARKER} and the files of one checkpoint to every host, "
+                        f"{self.world.name(rank)} from step {step}, as it finds it in its folder "
+                        f"of that name: copy {MARKER} and the files of one checkpoint to every host, "
                         "or remove them everywhere"
                     )
         return self._begun
