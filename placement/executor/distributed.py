@@ -680,8 +680,8 @@ class DistributedTrainer(Trainer):
                     raise RunnerError(
                         f"{folder}: rank 0 goes on from step {self._begun}, "
                         f"{self.world.name(rank)} from step {step}, as it finds it in its folder "
-                        f"of that name: copy {MARKER} and the files of one checkpoint to every host, "
-                        "or remove them everywhere"
+                        f"of that name: copy {MARKER} and the files of one checkpoint to every "
+                        "host, or remove them everywhere"
                     )
         return self._begun
 
