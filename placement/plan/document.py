@@ -273,8 +273,9 @@ class Plan(Content):
         from placement.simulator import simulate
 
         placement = self.placement(problem.graph, problem.cluster)
-        planned = {"num_microbatches": self.num_microbatches, "max_in_flight": self.max_in_flight}
-        problem = replace(problem, **planned)
+        problem = replace(
+            problem, num_microbatches=self.num_microbatches, max_in_flight=self.max_in_flight
+        )
         if num_microbatches not in (None, self.num_microbatches):
             return simulate(problem, placement, num_microbatches=num_microbatches)
         return simulate(problem, placement, self.schedule(problem.graph))

@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from placement.objective import Objective
 from placement.problem import Placement, Problem
 from placement.runs.levels import levels_and_drift
-from placement.search.evaluation import single_devices
 from placement.simulator import score
 from placement.timeline import Timeline
 from placement.tools.files import append, parse_json, read_text, short, write_atomic
@@ -196,6 +195,8 @@ class Trials:
     @property
     def single_s(self) -> float:
         """The lowest level of a device alone, seconds; inf: none has run, or fits."""
+        from placement.search.evaluation import single_devices
+
         alone = single_devices(self.problem)[:, self.problem.graph.group]
         singles = {p.tobytes() for p in alone}
         ran = zip(self.samples.placements, self.levels.tolist(), strict=True)
