@@ -167,7 +167,7 @@ class Served:
         """What is needed, what is there, and which context fits."""
         serving, graph, held = self.serving, problem.graph, problem.profile.provenance
         cache_bytes = int(graph.param_bytes[held["kv_cache"]].sum())
-        total, there = int(graph.param_bytes.sum()), int(problem.memory_bytes.sum())
+        total, there = int(graph.param_bytes.sum()), sum(problem.memory_bytes.tolist())
         needs = (
             f"a context of {serving.context:,} tokens x {serving.batch} needs {total:,} bytes (of "
             f"which {cache_bytes:,} are cache), the devices have {there:,} together"

@@ -379,7 +379,9 @@ def largest_context(
     def fitting(context: int) -> bool:
         prompt = None if serving.prompt is None else min(serving.prompt, context)
         problem = problem_at(replace(serving, context=context, prompt=prompt))
-        return problem.graph.param_bytes.sum() <= problem.memory_bytes.sum() and fits(problem)
+        return problem.graph.param_bytes.sum() <= sum(problem.memory_bytes.tolist()) and fits(
+            problem
+        )
 
     low, high = 0, serving.context
     if fitting(high):

@@ -38,8 +38,8 @@ def layer_units(problem: Problem) -> NDArray[np.int32]:
     """int32 ``[G]``: the layer of each colocation group, 0, 1, ..., never less than the one before.
 
     A layer is the item of a list that an operator's module is in, the outermost one
-    (``model.layers.3`` of ``model.layers.3.mlp``). Groups of no layer are with the next one, at the
-    end with the last; without layers every group is one.
+    (``model.layers.3`` of ``model.layers.3.mlp``). Groups of no layer are with the one before, at
+    the beginning with the first; without layers every group is one.
     """
     graph = problem.graph
     # The first operator of a group that is in a layer: a group may begin with the embedding.

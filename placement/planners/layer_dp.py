@@ -66,6 +66,7 @@ class LayerDp:
         if self.helpers and int(unit.max()) + 1 < len(unit):
             # What is before the layers is apart.
             parted = unit + (problem.graph.group[0] != np.arange(len(unit), dtype=np.int32))
+            parted = np.unique(parted, return_inverse=True)[1].astype(np.int32)  # without a gap
             tries += [(parted, helper) for helper in range(problem.num_devices)]
         for block, helper in tries:
             for activations in (False, True):
