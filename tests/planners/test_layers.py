@@ -94,6 +94,15 @@ def test_tensors_of_a_cut_wait_for_each_other(receive_s: float) -> None:
     assert solution.value_s == best_contiguous(problem) == pytest.approx(6 + receive_s)
 
 
+def test_what_is_before_the_layers_may_be_the_whole_first_one() -> None:
+    """Five operators of 100 bytes, of which each of three devices holds two."""
+    names = ["0", "1.0", "1.1", "2.0", "2.1"]
+    chained = [(n, n + 1) for n in range(4)]
+    facts = {"param_bytes": 100, "memory_bytes": 250, "objective": "latency"}
+    problem = small_problem(np.ones((5, 3)), chained, graph={"op_module": names}, **facts)
+    assert load("layer_dp")(problem).value_s == 5.0
+
+
 def test_devices_in_one_order_where_there_are_many_sets() -> None:
     problem = chain(3)
     every, one = load("layer_dp")(problem), load("layer_dp", max_states=1)(problem)
